@@ -1,0 +1,178 @@
+"""What crosses the socket between the API process and the engine process.
+
+msgspec msgpack, arrays tagged by a short word, one length-prefixed frame per message; from the engine one
+`StepFrame` per engine step carries every stream's news. Token ids travel as int32 bytes, never as lists. Knows
+no sockets: `engine.transport` frames these, `engine.client` and `engine.process` speak them.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from chatserve.sampling_params import SamplingParams
+from chatserve.scheduler.output import SampleLogprobs
+from chatserve.scope import Scope
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+class AddRequest(msgspec.Struct, frozen=True, array_like=True, tag="add"):
+    """Enqueue one request of ``sampling.n`` choices.
+
+    Attributes:
+        request_id: chosen by the API process, unique for its life, never the client's.
+        prompt: int32 token ids, at least one.
+        scopes: scopes it may see, widest first; the last one is where it publishes.
+        priority: lower runs first, within the class.
+        priority_class: from the tenant; lower runs first.
+    """
+
+    request_id: int
+    prompt: bytes
+    sampling: SamplingParams
+    scopes: tuple[Scope, ...]
+    priority: int = 0
+    priority_class: int = 0
+
+
+class Abort(msgspec.Struct, frozen=True, array_like=True, tag="abort"):
+    """End requests now, wherever they are. Unknown ids are ignored: they have just finished."""
+
+    request_ids: tuple[int, ...]
+
+
+class GetState(msgspec.Struct, frozen=True, array_like=True, tag="state"):
+    """Ask for an `EngineState`."""
+
+    call_id: int
+
+
+class Shutdown(msgspec.Struct, frozen=True, array_like=True, tag="shutdown"):
+    """Finish the current step and exit 0."""
+
+
+ToEngine = AddRequest | Abort | GetState | Shutdown
+
+
+class EngineInfo(msgspec.Struct, frozen=True):
+    """Facts fixed when the engine is ready.
+
+    Attributes:
+        max_model_len: tokens of prompt and output a sequence may have by the model and by configuration.
+        max_tokens_in_pool: tokens of prompt and output an empty KV pool can hold for one sequence.
+        weights_revision: identity of the loaded weights (part of every cache scope).
+    """
+
+    model: str
+    weights_revision: str
+    vocab_size: int
+    max_model_len: int
+    max_tokens_in_pool: int
+    block_size: int
+    num_blocks: int
+    kv_bytes_per_token: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    dtype: str
+    device: str
+    threads: int
+    pid: int
+
+
+class EngineReady(msgspec.Struct, frozen=True, array_like=True, tag="ready"):
+    """First message of an engine that has loaded its model."""
+
+    info: EngineInfo
+
+
+class EngineStats(msgspec.Struct, frozen=True):
+    """Gauges and monotone counters; the truth of `/metrics`."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    blocks_total: int = 0
+    blocks_free: int = 0
+    blocks_cached: int = 0
+    blocks_held: int = 0
+    steps: int = 0
+    preemptions: int = 0
+    copies: int = 0
+    evictions: int = 0
+    partial_hits: int = 0
+    aborts: int = 0
+    prefix_query_tokens: int = 0
+    prefix_hit_tokens: int = 0
+    prompt_tokens: int = 0
+    computed_prompt_tokens: int = 0
+    generation_tokens: int = 0
+    busy_seconds: float = 0.0
+
+
+class Started(msgspec.Struct, frozen=True, array_like=True):
+    """A request was admitted for the first time.
+
+    Attributes:
+        cached_tokens: prompt tokens whose KV was reused.
+    """
+
+    request_id: int
+    prompt_tokens: int
+    cached_tokens: int
+
+
+class Finished(msgspec.Struct, frozen=True, array_like=True):
+    """The one terminal event of one choice; it comes after that choice's last token.
+
+    Attributes:
+        stop_token: the id that ended the output where one did; it is the choice's last token in the frame, and
+            no text is shown for it.
+        error_code, error_message: set with reason ``error``.
+    """
+
+    request_id: int
+    choice: int
+    reason: FinishReason
+    stop_token: int | None = None
+    error_code: str | None = None
+    error_message: str | None = None
+
+
+class StepFrame(msgspec.Struct, frozen=True, array_like=True, tag="step"):
+    """All news of one engine step.
+
+    Attributes:
+        request_ids: int64 [m]; choices: int32 [m]; tokens: int32 [m]: one new token each.
+        logprobs: aligned with ``tokens`` where any stream asked for them.
+        stats: present a few times per second and whenever the engine falls idle.
+    """
+
+    step: int
+    request_ids: bytes = b""
+    choices: bytes = b""
+    tokens: bytes = b""
+    logprobs: tuple[SampleLogprobs | None, ...] | None = None
+    started: tuple[Started, ...] = ()
+    finished: tuple[Finished, ...] = ()
+    stats: EngineStats | None = None
+
+
+class EngineState(msgspec.Struct, frozen=True, array_like=True, tag="state"):
+    """Reply to `GetState`: the counters, and the pool's counts recomputed from its holders."""
+
+    call_id: int
+    stats: EngineStats
+    recounted_held: int
+    recounted_cached: int
+    live_requests: int
+
+
+class EngineFailed(msgspec.Struct, frozen=True, array_like=True, tag="failed"):
+    """Last words of an engine that cannot go on."""
+
+    code: str
+    message: str
+
+
+FromEngine = EngineReady | StepFrame | EngineState | EngineFailed

@@ -1,0 +1,110 @@
+"""The plan: where the two halves of the engine meet.
+
+`SchedulerOutput` is everything a worker needs for one step and `ModelRunnerOutput` is everything the scheduler
+gets back. Both are plain data, columnar (int32 arrays as bytes, little-endian), cheap to encode and possible to
+replay. A *row* is a slot of the persistent batch: a sequence keeps its row from its `NewSequence` until the row
+appears in `freed_rows`.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import msgspec
+
+from chatserve.sampling_params import SamplingParams
+
+
+class NewSequence(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """First appearance of a sequence in the batch (also after a preemption, with its output so far).
+
+    Attributes:
+        row: batch row in ``[0, max_num_seqs)``.
+        token_ids: int32, every known token; the first ``num_prompt_tokens`` are the prompt.
+        block_table: int32, physical block of each ``block_size`` tokens.
+        sampling: parameters of this one choice; ``seed`` is set.
+        scopes: interned ids of the scopes it may see, its own last. Only the oracle model reads them.
+    """
+
+    row: int
+    token_ids: bytes
+    num_prompt_tokens: int
+    block_table: bytes
+    sampling: SamplingParams
+    scopes: tuple[int, ...] = ()
+
+
+class SchedulerOutput(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """One step's work, applied by a worker in the order of the fields.
+
+    Attributes:
+        step: logical time, rises by one.
+        freed_rows: int32 [f]; forget what these rows held.
+        new_sequences: place these in their rows.
+        table_rows, table_indices, table_blocks: int32 [t] each; ``block_table[row][index] = block``, where an
+            index equal to the table's length appends.
+        copies: int32 [c, 2], (source, destination) blocks copied whole, before the forward. Sources and
+            destinations are disjoint.
+        rows: int32 [n], rows that run in this step.
+        num_computed: int32 [n], tokens of that row already in the cache; position of its first new token.
+        num_new: int32 [n], tokens of that row run in this step (>= 1).
+        token_ids: int32 [sum(num_new)], those tokens, rows concatenated in order.
+        sample_sources: int32 [s], index into ``rows``: logits of that row's last new token.
+        sample_rows: int32 [s], the row that draws from those logits and whose sequence the token extends. It
+            differs from ``rows[source]`` only in the step where a prompt forks into several choices.
+    """
+
+    step: int
+    freed_rows: bytes
+    new_sequences: tuple[NewSequence, ...]
+    table_rows: bytes
+    table_indices: bytes
+    table_blocks: bytes
+    copies: bytes
+    rows: bytes
+    num_computed: bytes
+    num_new: bytes
+    token_ids: bytes
+    sample_sources: bytes
+    sample_rows: bytes
+
+
+class SampleLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Log-probabilities of one sampled token under the unmodified distribution.
+
+    Attributes:
+        chosen: natural logarithm of the chosen token's probability.
+        top_ids: int32, the most likely tokens, best first.
+        top_logprobs: float32, theirs.
+    """
+
+    chosen: float
+    top_ids: bytes
+    top_logprobs: bytes
+
+
+class ModelRunnerOutput(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """What a worker answers to one `SchedulerOutput`.
+
+    Attributes:
+        tokens: int32 [s], one sampled token per entry of ``sample_rows``.
+        failed: indices into ``rows`` whose activations were not finite: nothing they computed may be used,
+            and tokens sampled from them are meaningless.
+        logprobs: one entry per sample, or ``None`` where no row asked.
+    """
+
+    tokens: bytes
+    failed: tuple[int, ...] = ()
+    logprobs: tuple[SampleLogprobs | None, ...] | None = None
+
+
+class Executor(Protocol):
+    """The only door from the engine to the worker."""
+
+    def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
+        """Run one step. Synchronous; raises only when the executor as a whole is unusable."""
+        ...
+
+    def shutdown(self) -> None:
+        """Release processes and memory. Idempotent."""
+        ...
