@@ -63,6 +63,7 @@ class EngineInfo(msgspec.Struct, frozen=True):
         max_model_len: tokens of prompt and output a sequence may have by the model and by configuration.
         max_tokens_in_pool: tokens of prompt and output an empty KV pool can hold for one sequence.
         weights_revision: identity of the loaded weights (part of every cache scope).
+        eos_token_ids: the model's own end tokens, from its generation config.
     """
 
     model: str
@@ -79,6 +80,7 @@ class EngineInfo(msgspec.Struct, frozen=True):
     device: str
     threads: int
     pid: int
+    eos_token_ids: tuple[int, ...] = ()
 
 
 class EngineReady(msgspec.Struct, frozen=True, array_like=True, tag="ready"):
