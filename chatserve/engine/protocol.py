@@ -7,15 +7,14 @@ no sockets: `engine.transport` frames these, `engine.client` and `engine.process
 
 from __future__ import annotations
 
-from typing import Literal
-
 import msgspec
 
 from chatserve.sampling_params import SamplingParams
-from chatserve.scheduler.output import SampleLogprobs
+from chatserve.scheduler.output import Finished as Finished
+from chatserve.scheduler.output import FinishReason as FinishReason
+from chatserve.scheduler.output import SampleLogprobs as SampleLogprobs
+from chatserve.scheduler.output import Started as Started
 from chatserve.scope import Scope
-
-FinishReason = Literal["stop", "length", "abort", "error"]
 
 
 class AddRequest(msgspec.Struct, frozen=True, array_like=True, tag="add"):
@@ -110,35 +109,6 @@ class EngineStats(msgspec.Struct, frozen=True):
     computed_prompt_tokens: int = 0
     generation_tokens: int = 0
     busy_seconds: float = 0.0
-
-
-class Started(msgspec.Struct, frozen=True, array_like=True):
-    """A request was admitted for the first time.
-
-    Attributes:
-        cached_tokens: prompt tokens whose KV was reused.
-    """
-
-    request_id: int
-    prompt_tokens: int
-    cached_tokens: int
-
-
-class Finished(msgspec.Struct, frozen=True, array_like=True):
-    """The one terminal event of one choice; it comes after that choice's last token.
-
-    Attributes:
-        stop_token: the id that ended the output where one did; it is the choice's last token in the frame, and
-            no text is shown for it.
-        error_code, error_message: set with reason ``error``.
-    """
-
-    request_id: int
-    choice: int
-    reason: FinishReason
-    stop_token: int | None = None
-    error_code: str | None = None
-    error_message: str | None = None
 
 
 class StepFrame(msgspec.Struct, frozen=True, array_like=True, tag="step"):

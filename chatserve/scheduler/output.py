@@ -8,11 +8,14 @@ appears in `freed_rows`.
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Literal, Protocol
 
 import msgspec
 
 from chatserve.sampling_params import SamplingParams
+
+
+FinishReason = Literal["stop", "length", "abort", "error"]
 
 
 class NewSequence(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -96,6 +99,53 @@ class ModelRunnerOutput(msgspec.Struct, frozen=True, array_like=True, gc=False):
     tokens: bytes
     failed: tuple[int, ...] = ()
     logprobs: tuple[SampleLogprobs | None, ...] | None = None
+
+
+class Started(msgspec.Struct, frozen=True, array_like=True):
+    """A request was admitted for the first time.
+
+    Attributes:
+        cached_tokens: prompt tokens whose KV was reused.
+    """
+
+    request_id: int
+    prompt_tokens: int
+    cached_tokens: int
+
+
+class Finished(msgspec.Struct, frozen=True, array_like=True):
+    """The one terminal event of one choice; it comes after that choice's last token.
+
+    Attributes:
+        stop_token: the id that ended the output where one did; it is the choice's last token in the frame, and
+            no text is shown for it.
+        error_code, error_message: set with reason ``error``.
+    """
+
+    request_id: int
+    choice: int
+    reason: FinishReason
+    stop_token: int | None = None
+    error_code: str | None = None
+    error_message: str | None = None
+
+
+class StepNews(msgspec.Struct, array_like=True, gc=False):
+    """What one step brought for the streams, in the order in which it happened per choice.
+
+    Attributes:
+        request_ids: int64 [m]; choices: int32 [m]; tokens: int32 [m]: one new token each.
+        logprobs: aligned with ``tokens`` where any sequence asked for them.
+        started: requests admitted for the first time.
+        finished: choices that ended; after their last token.
+    """
+
+    request_ids: bytes = b""
+    choices: bytes = b""
+    tokens: bytes = b""
+    logprobs: tuple[SampleLogprobs | None, ...] | None = None
+    started: tuple[Started, ...] = ()
+    finished: tuple[Finished, ...] = ()
 
 
 class Executor(Protocol):

@@ -1,0 +1,351 @@
+"""The only door to KV memory: match, admit, grow, publish, fork, release.
+
+Owns every sequence's block table and the order in which pool and tree change. Each question about space is
+answered with blocks or with *not now*, and on *not now* nothing has changed. Knows logical time (step numbers)
+and interned scopes; knows neither requests nor tensors. The scheduler is its only caller.
+
+    table of one sequence, in blocks:
+
+    [ published: held by the tree too ][ private: computed or being computed ][ growth ]
+    0                     num_published                                  computed/B      len(blocks)
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable
+
+import numpy as np
+import xxhash
+
+from chatserve.cache.block_pool import BlockPool
+from chatserve.cache.radix_tree import TOKEN_BYTES, Match, RadixTree
+
+
+class BlockTable:
+    """The physical blocks of one sequence, in order of position.
+
+    Attributes:
+        blocks: block ids; every one is held by this sequence.
+        num_published: how many of them, from the first, are in the tree.
+        scopes: interned scopes the sequence may see; it publishes into the last.
+        first_own: index of the first block that this sequence itself put into the tree, or ``None``.
+        epoch: epoch of its own scope when it was admitted.
+        detached: it publishes nothing any more (its prefix left the tree, or its scope was purged).
+        shared_tail: the last block with content may have other holders and must be copied before a write.
+    """
+
+    __slots__ = ("blocks", "detached", "epoch", "first_own", "num_published", "scopes", "shared_tail")
+
+    def __init__(self, blocks: list[int], num_published: int, scopes: tuple[int, ...], epoch: int) -> None:
+        self.blocks = blocks
+        self.num_published = num_published
+        self.scopes = scopes
+        self.first_own: int | None = None
+        self.epoch = epoch
+        self.detached = False
+        self.shared_tail = False
+
+
+class Admission:
+    """A granted place in KV memory.
+
+    Attributes:
+        table: covers every known token and one block of growth.
+        num_cached: tokens whose KV is already there.
+    """
+
+    __slots__ = ("num_cached", "table")
+
+    def __init__(self, table: BlockTable, num_cached: int) -> None:
+        self.table = table
+        self.num_cached = num_cached
+
+
+TableChange = tuple[int, int]
+"""(index, block): position in a block table and the block that stands there now."""
+
+
+def xxh3_hash(seed: int) -> Callable[[bytes], int]:
+    """The tree's block hash. ``seed`` is random per process, so that collisions cannot be prepared."""
+
+    def hash_block(tokens: bytes) -> int:
+        return xxhash.xxh3_64_intdigest(tokens, seed)
+
+    return hash_block
+
+
+class KVCacheManager:
+    """Facade over `BlockPool` and `RadixTree` for one device."""
+
+    def __init__(self, num_blocks: int, block_size: int, hash_block: Callable[[bytes], int]) -> None:
+        self.block_size = block_size
+        self.pool = BlockPool(num_blocks)
+        self.tree = RadixTree(self.pool, block_size, hash_block)
+        self.num_copies = 0
+        self.num_partial_hits = 0
+        self._copies: list[int] = []
+        self._copy_sources: list[int] = []
+        self._epochs: dict[int, int] = {}
+
+    # ------------------------------------------------------------------ questions
+
+    @property
+    def num_available(self) -> int:
+        """Blocks that can be given out now: free, or idle in the tree."""
+        return self.pool.num_free + self.pool.num_idle
+
+    def fits_ever(self, max_total_tokens: int) -> bool:
+        """Whether an empty pool holds one sequence of this many tokens (the last one's KV is never written)."""
+        return self._blocks_for(max_total_tokens - 1) <= self.pool.num_blocks
+
+    def match(self, tokens: bytes, scopes: tuple[int, ...], now: int, limit: int | None = None) -> Match:
+        """Longest cached prefix of int32 ``tokens`` that leaves at least the last token to compute.
+
+        Args:
+            limit: match at most this many tokens.
+        """
+        end = len(tokens) - TOKEN_BYTES
+        if limit is not None:
+            end = min(end, limit * TOKEN_BYTES)
+        return self.tree.match(tokens[:end], scopes, now)
+
+    def blocks_missing(self, match: Match, num_known: int, max_total_tokens: int) -> int:
+        """How many blocks beyond those available now an admission of this match would need."""
+        fresh = self._admission_blocks(num_known, max_total_tokens) - len(match.blocks)
+        idle = self._idle_among(match.blocks)
+        return fresh - (self.num_available - idle)
+
+    def _admission_blocks(self, num_known: int, max_total_tokens: int) -> int:
+        """Every known token and one block of growth, but never more than the finished sequence needs."""
+        known = self._blocks_for(num_known)
+        return max(known, min(known + 1, self._blocks_for(max_total_tokens - 1)))
+
+    def _blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)
+
+    def _idle_among(self, blocks: list[int]) -> int:
+        # Matched blocks are all cached; idle are those without a second holder.
+        return int(np.count_nonzero(self.pool.refs[blocks] == 1)) if blocks else 0
+
+    # ------------------------------------------------------------------ taking
+
+    def admit(self, match: Match, scopes: tuple[int, ...], num_known: int, max_total_tokens: int) -> Admission | None:
+        """Take the match, the blocks of all other known tokens and one block of growth together, or nothing.
+
+        Args:
+            match: of this very state of the tree (nothing happened since).
+            num_known: tokens known so far, prompt and output.
+            max_total_tokens: tokens the sequence may reach.
+        """
+        pool = self.pool
+        total = self._admission_blocks(num_known, max_total_tokens)
+        fresh = total - len(match.blocks)
+        available = self.num_available - self._idle_among(match.blocks)
+        if fresh > available:
+            return None
+        tail = match.tail_block
+        takes_over = tail is not None and match.tail_takeable and pool.refs[tail] == 1
+        if tail is not None and not takes_over and pool.refs[tail] == 1 and fresh > available - 1:
+            # The copy's source could not stay: give the partial block up rather than the whole admission.
+            tail = None
+        pool.acquire(match.blocks)
+        table = BlockTable(list(match.blocks), len(match.blocks), scopes, self._epochs.get(scopes[-1], 0))
+        num_cached = len(match.blocks) * self.block_size
+        if tail is not None:
+            num_cached = match.num_tokens
+            self.num_partial_hits += 1
+            if takes_over:
+                self.tree.take_over(tail)
+                table.blocks.append(tail)
+                fresh -= 1
+            else:
+                pool.acquire([tail])
+        blocks = self._take(fresh)
+        if tail is not None and not takes_over:
+            self._plan_copy(tail, blocks[0])
+        table.blocks += blocks
+        return Admission(table, num_cached)
+
+    def _take(self, count: int) -> list[int]:
+        short = count - self.pool.num_free
+        if short > 0:
+            self.tree.evict(short)
+        return self.pool.allocate(count)
+
+    def _plan_copy(self, source: int, destination: int) -> None:
+        """Copy a block before the forward; the caller has acquired ``source``, which stays held until then."""
+        self._copies += (source, destination)
+        self._copy_sources.append(source)
+        self.num_copies += 1
+
+    def take_copies(self) -> bytes:
+        """The planned copies as int32 (source, destination) pairs; they are due before the next forward."""
+        pairs = np.array(self._copies, dtype=np.int32).tobytes()
+        self._copies.clear()
+        return pairs
+
+    def finish_step(self) -> None:
+        """The plan that contained the taken copies has run: their sources are released."""
+        for source in self._copy_sources:
+            self.pool.release([source])
+            self.tree.note_idle(source)
+        self._copy_sources.clear()
+
+    def grow(self, table: BlockTable, num_tokens: int) -> list[TableChange] | None:
+        """Make positions up to ``num_tokens`` writable: add blocks, and copy a shared last block first.
+
+        Returns:
+            The changed places of the table, or ``None`` for *not now*.
+        """
+        changes: list[TableChange] = []
+        last = (num_tokens - 1) // self.block_size
+        copies = table.shared_tail and last < len(table.blocks) and self._num_holders(table.blocks[last]) > 1
+        fresh = last + 1 - len(table.blocks) + (1 if copies else 0)
+        if fresh > self.num_available:
+            return None
+        if copies:
+            shared = table.blocks[last]
+            [block] = self._take(1)
+            # This sequence's own hold on the shared block becomes the copy's hold on its source.
+            self._plan_copy(shared, block)
+            table.blocks[last] = block
+            changes.append((last, block))
+        elif fresh > 0:
+            for block in self._take(fresh):
+                changes.append((len(table.blocks), block))
+                table.blocks.append(block)
+        table.shared_tail = False
+        return changes
+
+    def _num_holders(self, block: int) -> int:
+        """Holders that still want the block's content after this plan's copies."""
+        return int(self.pool.refs[block]) - self._copy_sources.count(block)
+
+    def extend_match(
+        self, table: BlockTable, tokens: bytes, num_computed: int, now: int
+    ) -> tuple[int, list[TableChange]]:
+        """Adopt what others have published since, for a sequence that is still prefilling.
+
+        Args:
+            tokens: int32, all known tokens.
+
+        Returns:
+            The new number of computed tokens, and the changed places of the table.
+        """
+        if table.detached or table.num_published * self.block_size != num_computed:
+            return num_computed, []
+        match = self.match(tokens, table.scopes, now)
+        if (
+            match.num_tokens <= num_computed
+            or match.blocks[: table.num_published] != (table.blocks[: table.num_published])
+        ):
+            return num_computed, []
+        changes = self._adopt(table, match.blocks[table.num_published :])
+        computed = table.num_published * self.block_size
+        if match.tail_block is not None:
+            self.pool.acquire([match.tail_block])
+            self._plan_copy(match.tail_block, table.blocks[table.num_published])
+            self.num_partial_hits += 1
+            computed = match.num_tokens
+        return computed, changes
+
+    def _adopt(self, table: BlockTable, blocks: list[int]) -> list[TableChange]:
+        """Replace the table's next blocks by the tree's, free those, and count the run as published."""
+        start = table.num_published
+        changes: list[TableChange] = []
+        dropped: list[int] = []
+        taken: list[int] = []
+        for index, block in enumerate(blocks, start):
+            own = table.blocks[index]
+            if own != block:
+                taken.append(block)
+                dropped.append(own)
+                table.blocks[index] = block
+                changes.append((index, block))
+        self.pool.acquire(taken)
+        self.pool.release(dropped)
+        table.num_published = start + len(blocks)
+        return changes
+
+    # ------------------------------------------------------------------ giving
+
+    def publish(self, table: BlockTable, tokens: array[int], num_computed: int, now: int) -> list[TableChange]:
+        """Show every whole computed block to the scope; where the tree has it already, adopt the tree's.
+
+        Returns:
+            The changed places of the table.
+        """
+        start, end = table.num_published, num_computed // self.block_size
+        if end <= start or not self._attached(table):
+            return []
+        run = tokens[start * self.block_size : end * self.block_size].tobytes()
+        own = table.blocks[start:end]
+        found = self.tree.publish(table.scopes, table.blocks[:start], run, own, now)
+        if table.first_own is None:
+            for index, (mine, theirs) in enumerate(zip(own, found, strict=True), start):
+                if mine == theirs:
+                    table.first_own = index
+                    break
+        return self._adopt(table, found)
+
+    def _attached(self, table: BlockTable) -> bool:
+        """Whether the table's published prefix is still in the tree, in the same epoch."""
+        if not table.detached:
+            gone = table.num_published > 0 and self.tree.node_of[table.blocks[table.num_published - 1]] is None
+            table.detached = gone or table.epoch != self._epochs.get(table.scopes[-1], 0)
+        return not table.detached
+
+    def discard(self, table: BlockTable) -> None:
+        """What this sequence computed is not to be trusted: unpublish it and all that was built on it."""
+        if table.first_own is not None:
+            self.tree.drop_from(table.blocks[table.first_own])
+        table.detached = True
+
+    def fork(self, table: BlockTable, num_tokens: int) -> BlockTable:
+        """A second sequence with the same first ``num_tokens``: their blocks are shared, nothing is copied yet."""
+        shared = table.blocks[: self._blocks_for(num_tokens)]
+        self.pool.acquire(shared)
+        child = BlockTable(shared, table.num_published, table.scopes, table.epoch)
+        child.detached = table.detached
+        child.shared_tail = table.shared_tail = True
+        return child
+
+    def release(self, table: BlockTable, tokens: array[int], num_computed: int, now: int) -> None:
+        """End a sequence's hold: publish what it computed, the partial last block included, then let go."""
+        self.publish(table, tokens, num_computed, now)
+        full = num_computed // self.block_size
+        rest = num_computed % self.block_size
+        blocks = table.blocks
+        tail = blocks[full] if rest and self._attached(table) and table.num_published == full else None
+        if tail is not None:
+            start = full * self.block_size
+            self.tree.publish_tail(table.scopes, blocks[:full], tokens[start : start + rest].tobytes(), tail, now)
+        self.pool.release(blocks)
+        if tail is not None:
+            self.tree.note_idle(tail)
+        if table.num_published:
+            self.tree.note_idle(blocks[table.num_published - 1])
+        table.blocks = []
+        table.num_published = 0
+
+    def purge(self, scope: int) -> None:
+        """Forget everything a scope has cached; sequences admitted before publish nothing there any more."""
+        self._epochs[scope] = self._epochs.get(scope, 0) + 1
+        self.tree.drop_scope(scope)
+
+    # ------------------------------------------------------------------ proof
+
+    def check(self, tables: list[BlockTable]) -> None:
+        """Recount holders from the live tables and raise on the first contradiction. For tests."""
+        self.pool.check()
+        self.tree.check()
+        refs = self.pool.cached.astype(np.int32)
+        for table in tables:
+            if len(set(table.blocks)) != len(table.blocks):
+                raise RuntimeError("a block is twice in one table")
+            refs[table.blocks] += 1
+        for source in self._copy_sources:
+            refs[source] += 1
+        if (refs != self.pool.refs).any():
+            raise RuntimeError("reference counts differ from the holders")

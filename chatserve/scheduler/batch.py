@@ -1,0 +1,111 @@
+"""The persistent batch: one row per running sequence, its counters in columns.
+
+Columns instead of attributes, because the usual step (every row decodes one token) must cost a few vector
+operations, not a loop over sequences. Written by `Scheduler` alone.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+
+import numpy as np
+import numpy.typing as npt
+
+from chatserve.scheduler.request import Sequence
+
+NEVER = np.iinfo(np.int32).max
+
+Int32s = npt.NDArray[np.int32]
+
+
+class Batch:
+    """Rows, and the order in which they are served.
+
+    Columns (int32 unless said otherwise), meaningful where ``sequences[row]`` is set:
+        known, computed: tokens known, and tokens whose KV is in the cache.
+        capacity: tokens that may be computed before the block table must change.
+        publish_at: computed tokens at which the next whole block is due for publication; NEVER if none is.
+        max_total: known tokens at which the output ends for length.
+        stop_after: known tokens beyond which stop tokens count.
+        num_prompt: prompt tokens.
+        last_token: the last known token.
+        uses_eos (bool): the model's end tokens end this output.
+        own_stops (bool): it has stop token ids of its own.
+        forks (bool): the end of its prompt forks into further choices.
+        request_ids (int64), choices: whose stream the row's tokens belong to.
+    """
+
+    def __init__(self, max_num_seqs: int) -> None:
+        self.sequences: list[Sequence | None] = [None] * max_num_seqs
+        self.known: Int32s = np.zeros(max_num_seqs, np.int32)
+        self.computed: Int32s = np.zeros(max_num_seqs, np.int32)
+        self.capacity: Int32s = np.zeros(max_num_seqs, np.int32)
+        self.publish_at: Int32s = np.full(max_num_seqs, NEVER, np.int32)
+        self.max_total: Int32s = np.zeros(max_num_seqs, np.int32)
+        self.stop_after: Int32s = np.zeros(max_num_seqs, np.int32)
+        self.num_prompt: Int32s = np.zeros(max_num_seqs, np.int32)
+        self.last_token: Int32s = np.zeros(max_num_seqs, np.int32)
+        self.uses_eos = np.zeros(max_num_seqs, np.bool_)
+        self.own_stops = np.zeros(max_num_seqs, np.bool_)
+        self.forks = np.zeros(max_num_seqs, np.bool_)
+        self.request_ids = np.zeros(max_num_seqs, np.int64)
+        self.choices: Int32s = np.zeros(max_num_seqs, np.int32)
+        self._free_rows = list(range(max_num_seqs - 1, -1, -1))
+        self._order: list[Sequence] = []
+        self._order_keys: list[tuple[int, int]] = []
+        self._order_rows: Int32s | None = None
+
+    def __len__(self) -> int:
+        return len(self._order)
+
+    @property
+    def num_free_rows(self) -> int:
+        """Sequences that could still be placed."""
+        return len(self._free_rows)
+
+    @property
+    def order(self) -> list[Sequence]:
+        """Running sequences, best class first, then in order of admission; the last is the first victim."""
+        return self._order
+
+    def order_rows(self) -> Int32s:
+        """Their rows."""
+        if self._order_rows is None:
+            self._order_rows = np.fromiter((s.row for s in self._order), np.int32, len(self._order))
+        return self._order_rows
+
+    def place(self, sequence: Sequence, num_computed: int) -> int:
+        """Give a sequence a row and fill its columns; its table is set already."""
+        row = self._free_rows.pop()
+        request, sampling = sequence.request, sequence.sampling
+        sequence.row = row
+        self.sequences[row] = sequence
+        self.known[row] = len(sequence.tokens)
+        self.computed[row] = num_computed
+        self.max_total[row] = request.max_total
+        self.stop_after[row] = request.num_prompt + sampling.min_tokens
+        self.num_prompt[row] = request.num_prompt
+        self.last_token[row] = sequence.tokens[-1]
+        self.uses_eos[row] = not sampling.ignore_eos
+        self.own_stops[row] = bool(sampling.stop_token_ids)
+        self.forks[row] = not request.forked
+        self.request_ids[row] = request.request_id
+        self.choices[row] = sequence.choice
+        key = (request.priority_class, sequence.admission)
+        at = bisect_left(self._order_keys, key)
+        self._order_keys.insert(at, key)
+        self._order.insert(at, sequence)
+        self._order_rows = None
+        return row
+
+    def free(self, sequence: Sequence) -> int:
+        """Take a sequence out; returns the row it had."""
+        row = sequence.row
+        at = bisect_left(self._order_keys, (sequence.request.priority_class, sequence.admission))
+        del self._order_keys[at]
+        del self._order[at]
+        self._order_rows = None
+        self.sequences[row] = None
+        sequence.row = -1
+        self._free_rows.append(row)
+        return row

@@ -1,0 +1,122 @@
+"""A request and its sequences, as the scheduler sees them.
+
+A request is what a client sent; a *sequence* is one choice of it with its own tokens and block table. Both are
+written by `Scheduler` alone. While a sequence runs, its counters live in the columns of `Batch`, not here.
+"""
+
+from __future__ import annotations
+
+from array import array
+from enum import Enum
+
+from chatserve.cache.kv_cache_manager import BlockTable
+from chatserve.sampling_params import SamplingParams
+
+
+class Status(Enum):
+    """Where a sequence is. It leaves ``FINISHED`` never."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+class Request:
+    """One accepted request.
+
+    Attributes:
+        prompt: int32 token ids.
+        scopes: interned, widest first; the last one is its own.
+        arrival: rises with every accepted request; ties are impossible.
+        arrival_step: logical time of acceptance; ageing counts from it.
+        max_total: prompt and output tokens a choice may reach; fits the model and an empty pool.
+        num_open: choices without a terminal event.
+        started: it has been admitted once.
+        forked: its further choices exist as sequences of their own.
+    """
+
+    __slots__ = (
+        "arrival",
+        "arrival_step",
+        "forked",
+        "max_total",
+        "num_open",
+        "num_prompt",
+        "priority",
+        "priority_class",
+        "prompt",
+        "request_id",
+        "sampling",
+        "scopes",
+        "sequences",
+        "started",
+    )
+
+    def __init__(
+        self,
+        request_id: int,
+        prompt: bytes,
+        sampling: SamplingParams,
+        scopes: tuple[int, ...],
+        *,
+        priority: int = 0,
+        priority_class: int = 0,
+    ) -> None:
+        self.request_id = request_id
+        self.prompt = prompt
+        self.num_prompt = len(prompt) // 4
+        self.sampling = sampling
+        self.scopes = scopes
+        self.priority = priority
+        self.priority_class = priority_class
+        self.arrival = 0
+        self.arrival_step = 0
+        self.max_total = 0
+        self.num_open = sampling.n
+        self.started = False
+        self.forked = sampling.n == 1
+        self.sequences: list[Sequence] = []
+
+
+class Sequence:
+    """One choice of a request.
+
+    Attributes:
+        tokens: every known token, prompt first.
+        table: its block table while it runs.
+        row: its batch row while it runs, else -1.
+        admission: rises with every admission; the last admitted is the first victim.
+        admitted_step: logical time of the last admission.
+        missing: blocks it lacked when it was last refused; tried_step: when that was.
+        num_overtaken: admissions that passed it while it did not fit.
+    """
+
+    __slots__ = (
+        "admission",
+        "admitted_step",
+        "choice",
+        "missing",
+        "num_overtaken",
+        "request",
+        "row",
+        "sampling",
+        "status",
+        "table",
+        "tokens",
+        "tried_step",
+    )
+
+    def __init__(self, request: Request, choice: int) -> None:
+        self.request = request
+        self.choice = choice
+        self.sampling = request.sampling.for_choice(choice)
+        self.tokens: array[int] = array("i")
+        self.tokens.frombytes(request.prompt)
+        self.table: BlockTable | None = None
+        self.row = -1
+        self.status = Status.WAITING
+        self.admission = 0
+        self.admitted_step = 0
+        self.missing = 0
+        self.tried_step = 0
+        self.num_overtaken = 0
