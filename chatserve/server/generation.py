@@ -1,0 +1,350 @@
+"""One `Generation` per request, whatever the transport.
+
+`GenerationService` admits requests (or refuses them before anything is enqueued), renders chats and remembers
+answers; a `Generation` is the consumer's end of one accepted request. Knows nothing of HTTP, SSE or WebSocket;
+both the HTTP routes and the WebSocket call it. Text is made in `chatserve.server.output_processor`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from array import array
+from collections.abc import Sequence
+
+import msgspec
+
+from chatserve.config import Config
+from chatserve.engine.client import Delta, EngineClient, EngineStream
+from chatserve.engine.protocol import EngineInfo, Finished, Started
+from chatserve.errors import (
+    ChatserveError,
+    ContextLengthError,
+    DrainingError,
+    EngineUnavailableError,
+    InvalidRequestError,
+    QueueFullError,
+)
+from chatserve.sampling_params import SamplingParams
+from chatserve.scope import Scope
+from chatserve.server.context import Lifecycle
+from chatserve.server.metrics import ServerMetrics
+from chatserve.server.output_processor import (
+    ChoiceDone,
+    Event,
+    OutputOptions,
+    OutputProcessor,
+    PromptStarted,
+    TextDelta,
+    TokenLogprob,
+    TopLogprob,
+    Usage,
+)
+from chatserve.text.answer_memory import AnswerMemory
+from chatserve.text.chat_template import ChatMessage, ChatTemplate, RenderedPrompt
+from chatserve.text.tokenizer import Tokenizer
+
+__all__ = [
+    "ChoiceDone",
+    "Event",
+    "Generation",
+    "GenerationRequest",
+    "GenerationService",
+    "PromptStarted",
+    "TextDelta",
+    "Timings",
+    "TokenLogprob",
+    "TopLogprob",
+    "Usage",
+]
+
+INT32_BYTES = 4
+OFF_LOOP_CHARS = 32 * 1024
+"""Texts longer than this are rendered and encoded in a thread, so that no stream waits for them."""
+
+
+class GenerationRequest(msgspec.Struct, kw_only=True):
+    """One prompt and how to continue it.
+
+    Attributes:
+        prompt_ids: int32 token ids.
+        stop: texts that end the output; they are cut unless ``include_stop_str_in_output``.
+        scopes: cache scopes the caller may see, its own last.
+        remember_answer: keep the ids of finished answers, so that a later chat that quotes them reuses them.
+    """
+
+    prompt_ids: bytes
+    sampling: SamplingParams
+    scopes: tuple[Scope, ...]
+    stop: tuple[str, ...] = ()
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    priority: int = 0
+    remember_answer: bool = True
+
+
+class Timings(msgspec.Struct):
+    """Moments of a request's life, monotonic seconds; ``None`` while they have not come."""
+
+    arrived: float
+    started: float | None = None
+    first_token: float | None = None
+    finished: float | None = None
+
+
+class Generation:
+    """One accepted request. A single consumer calls `next`; `cancel` may be called from anywhere on the loop.
+
+    Attributes:
+        timings: when it arrived, started, got its first token and ended.
+    """
+
+    def __init__(self, service: GenerationService, request: GenerationRequest, stream: EngineStream) -> None:
+        self.request = request
+        self.timings = Timings(arrived=time.monotonic())
+        self._service = service
+        self._stream = stream
+        self._output = OutputProcessor(
+            service.tokenizer,
+            OutputOptions(
+                request.stop,
+                request.include_stop_str_in_output,
+                request.skip_special_tokens,
+                frozenset(request.sampling.stop_token_ids),
+            ),
+            num_choices=request.sampling.n,
+            prompt_tokens=len(request.prompt_ids) // INT32_BYTES,
+            observe_gap=service.metrics.observe_token_gap,
+        )
+        self._failure: ChatserveError | None = None
+        self._closed = False
+        self._consumer: asyncio.Task[object] | None = None
+
+    @property
+    def usage(self) -> Usage:
+        """Counts so far; final once the last `ChoiceDone` was returned."""
+        return self._output.usage
+
+    async def next(self) -> list[Event]:
+        """Wait for news; empty once every choice is done or the generation was cancelled.
+
+        Text that came before a failure is returned first; the failure is raised by the call after it.
+
+        Raises:
+            ChatserveError: the generation failed (`GenerationFailedError`, `EngineUnavailableError`,
+                `DrainingError` …).
+        """
+        while True:
+            if self._failure is not None:
+                raise self._failure
+            if self._closed:
+                return []
+            if events := self._process(await self._wait()):
+                return events
+
+    def cancel(self) -> None:
+        """End it now, in the engine too. Idempotent; a waiting `next` returns an empty list."""
+        if not self._closed:
+            self._close("abort")
+
+    def fail(self, error: ChatserveError) -> None:
+        """End it now with an error that the consumer gets to see. Without effect once it has ended."""
+        if not self._closed:
+            self._failure = error
+            self._close("error")
+
+    def choice_token_ids(self, choice: int) -> bytes:
+        """int32 ids of a choice so far, without the token that ended it."""
+        return self._output.token_ids(choice).tobytes()
+
+    def choice_text(self, choice: int) -> str:
+        """Text of a choice that `next` has returned so far."""
+        return self._output.text(choice)
+
+    async def _wait(self) -> Sequence[Started | Delta | Finished]:
+        task = self._consumer = asyncio.current_task()
+        try:
+            return await self._stream.next()
+        except asyncio.CancelledError:
+            # `_close` wakes the consumer by cancelling it, as `asyncio.timeout` does; any other cancellation
+            # is the consumer's own.
+            if not self._closed or task is None or task.uncancel() > 0:
+                raise
+            return ()
+        finally:
+            self._consumer = None
+
+    def _process(self, events: Sequence[Started | Delta | Finished]) -> list[Event]:
+        if self._closed:
+            return []
+        now = time.monotonic()
+        output = self._output
+        had_tokens = output.usage.completion_tokens
+        out = output.process(events, now)
+        if self.timings.started is None and (output.usage.completion_tokens or out):
+            self.timings.started = now
+        if not had_tokens and output.usage.completion_tokens:
+            self.timings.first_token = now
+        if output.failure is not None:
+            self.fail(output.failure)
+            return out
+        if out and type(last := out[-1]) is ChoiceDone:
+            for event in out:
+                # After a stop string the text ends before the ids do: they are no exact history.
+                if type(event) is ChoiceDone and not isinstance(event.stop_reason, str):
+                    self._service.remember(self.request, self.choice_text(event.choice), output.token_ids(event.choice))
+            if output.num_open == 0:
+                self._close(last.finish_reason)
+        return out
+
+    def _close(self, reason: str) -> None:
+        self._closed = True
+        self.timings.finished = time.monotonic()
+        self._stream.abort()
+        self._service.release(self, reason)
+        if self._consumer is not None and self._consumer is not asyncio.current_task():
+            self._consumer.cancel()
+
+
+class GenerationService:
+    """Admits, renders and remembers, for the one model that is served.
+
+    Attributes:
+        tokenizer, template: of the model, loaded in this process.
+        lifecycle: while it drains, nothing is admitted.
+    """
+
+    def __init__(
+        self,
+        engine: EngineClient,
+        tokenizer: Tokenizer,
+        template: ChatTemplate,
+        answers: AnswerMemory,
+        config: Config,
+        *,
+        metrics: ServerMetrics,
+        lifecycle: Lifecycle,
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.template = template
+        self.metrics = metrics
+        self.lifecycle = lifecycle
+        self._engine = engine
+        self._answers = answers
+        self._max_queued = config.engine.scheduler.max_num_queued_reqs
+        self._running: set[Generation] = set()
+
+    @property
+    def num_running(self) -> int:
+        """Generations that were admitted and have not ended."""
+        return len(self._running)
+
+    def engine_info(self) -> EngineInfo:
+        """Facts of the engine; raises `EngineUnavailableError` while it loads or restarts."""
+        if not self._engine.ready:
+            raise EngineUnavailableError("The model is loading. Try again in a few seconds.", retry_after=2.0)
+        return self._engine.info
+
+    def context_length(self) -> int:
+        """Tokens of prompt and output that one sequence can ever have here."""
+        info = self.engine_info()
+        return min(info.max_model_len, info.max_tokens_in_pool)
+
+    def tenant_scope(self, tenant: str, salt: str = "") -> Scope:
+        """The private cache scope of a tenant. Raises `EngineUnavailableError` while the weights are unknown."""
+        return Scope("tenant", tenant, self.engine_info().weights_revision, self.tokenizer.revision, salt)
+
+    def start(self, request: GenerationRequest) -> Generation:
+        """Admit one request and hand it to the engine.
+
+        Raises, before anything is enqueued:
+            DrainingError, EngineUnavailableError: not now.
+            QueueFullError: the waiting queue is at its limit.
+            ContextLengthError: prompt and output can never fit, with the numbers.
+            InvalidRequestError: an empty prompt, or a sampling parameter out of range.
+        """
+        self.check_admission(request)
+        sampling = request.sampling
+        if sampling.seed is None:
+            sampling = msgspec.structs.replace(sampling, seed=secrets.randbits(63))
+        stream = self._engine.submit(
+            request.prompt_ids, sampling, scopes=request.scopes, priority=request.priority, priority_class=0
+        )
+        generation = Generation(self, request, stream)
+        self._running.add(generation)
+        return generation
+
+    def check_admission(self, request: GenerationRequest, more: int = 0) -> None:
+        """The checks of `start` alone, for a request that brings ``more`` others along."""
+        if self.lifecycle.draining:
+            raise DrainingError("The server is shutting down. Send the request again shortly.", retry_after=5.0)
+        info = self.engine_info()
+        request.sampling.validate(info.vocab_size)
+        self._check_length(request)
+        if self._engine.num_waiting + more >= self._max_queued:
+            self.metrics.rejections["queue_full"] += 1
+            raise QueueFullError(
+                f"{self._engine.num_waiting} requests are waiting, the most this server queues. Try again shortly.",
+                retry_after=1.0,
+            )
+
+    def _check_length(self, request: GenerationRequest) -> None:
+        limit = self.context_length()
+        prompt = len(request.prompt_ids) // INT32_BYTES
+        output = request.sampling.max_tokens
+        if prompt == 0:
+            raise InvalidRequestError("The prompt is empty: it must hold at least one token.", param="prompt")
+        if prompt + max(output or 1, request.sampling.min_tokens) > limit:
+            asked = f"{output} for the output" if output is not None else "at least 1 for the output"
+            raise ContextLengthError(
+                f"This model holds at most {limit} tokens of prompt and output here. The request asks for "
+                f"{prompt + (output or 1)}: {prompt} in the prompt and {asked}. "
+                "Shorten the prompt or lower max_tokens.",
+                param="max_tokens" if output is not None and prompt < limit else None,
+            )
+
+    def render_chat(self, messages: Sequence[ChatMessage], scope: Scope) -> RenderedPrompt:
+        """Chat template and encoding, with the exact ids of remembered answers spliced in.
+
+        Raises `InvalidRequestError` with the template's own message when it refuses the conversation.
+        """
+        return self.template.render(self._recall(messages, scope))
+
+    async def render_chat_off_loop(self, messages: Sequence[ChatMessage], scope: Scope) -> RenderedPrompt:
+        """`render_chat`, in a thread where the conversation is long."""
+        known = self._recall(messages, scope)
+        if sum(len(message.content) for message in known) <= OFF_LOOP_CHARS:
+            return self.template.render(known)
+        return await asyncio.to_thread(self.template.render, known)
+
+    async def encode(self, text: str, *, add_special_tokens: bool) -> bytes:
+        """int32 ids of a text; long ones are encoded in a thread."""
+        if len(text) <= OFF_LOOP_CHARS:
+            return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        return await asyncio.to_thread(self.tokenizer.encode, text, add_special_tokens=add_special_tokens)
+
+    def remember(self, request: GenerationRequest, text: str, token_ids: array[int]) -> None:
+        """Keep the ids behind a finished answer, unless a control token hides among them."""
+        if request.remember_answer and text and self.tokenizer.special_ids.isdisjoint(token_ids):
+            self._answers.remember(request.scopes[-1], text, token_ids.tobytes())
+
+    def release(self, generation: Generation, reason: str) -> None:
+        """A generation has ended; only `Generation` calls this."""
+        self._running.discard(generation)
+        self.metrics.observe_generation(generation, reason)
+
+    def fail_all(self, error: ChatserveError) -> None:
+        """End every running generation with an error its client gets to see."""
+        for generation in list(self._running):
+            generation.fail(error)
+
+    def _recall(self, messages: Sequence[ChatMessage], scope: Scope) -> list[ChatMessage]:
+        known = []
+        for message in messages:
+            if message.role == "assistant" and message.token_ids is None and message.content:
+                ids = self._answers.recall(scope, message.content)
+                if ids is not None:
+                    message = msgspec.structs.replace(message, token_ids=ids)
+            known.append(message)
+        return known
