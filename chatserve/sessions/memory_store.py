@@ -1,0 +1,149 @@
+"""Conversations in memory, bounded in number and bytes; the least recently used one goes first.
+
+Knows messages only. Not durable: a restart forgets everything, and clients are told by a new boot id. Called from one
+event loop, by the WebSocket hub; no method waits, so each is atomic.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+
+import msgspec
+
+from chatserve.errors import ConflictError, InvalidRequestError, NotFoundError
+from chatserve.sessions.conversation import Message, MessageState, new_id
+
+
+class _Conversation:
+    __slots__ = ("head", "messages", "num_bytes", "tenant")
+
+    def __init__(self, tenant: str) -> None:
+        self.tenant = tenant
+        self.messages: dict[str, Message] = {}
+        self.num_bytes = 0
+        self.head = ""
+
+
+class MemoryStore:
+    """A `ConversationStore` without persistence.
+
+    Args:
+        max_conversations: conversations kept over all tenants.
+        max_bytes: bytes of messages kept over all tenants (see `Message.num_bytes`).
+        max_messages: messages one conversation may hold.
+    """
+
+    def __init__(
+        self, *, max_conversations: int = 4096, max_bytes: int = 256 * 2**20, max_messages: int = 4096
+    ) -> None:
+        self._max_conversations = max_conversations
+        self._max_bytes = max_bytes
+        self._max_messages = max_messages
+        self._conversations: OrderedDict[str, _Conversation] = OrderedDict()
+        self._num_bytes = 0
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes charged for all messages."""
+        return self._num_bytes
+
+    def __len__(self) -> int:
+        return len(self._conversations)
+
+    async def create(self, tenant: str, messages: Sequence[Message]) -> str:
+        """See `ConversationStore.create`."""
+        identifier = new_id("c")
+        conversation = _Conversation(tenant)
+        self._insert(conversation, messages)
+        self._conversations[identifier] = conversation
+        self._evict(keep=identifier)
+        return identifier
+
+    async def append(self, tenant: str, conversation: str, messages: Sequence[Message]) -> None:
+        """See `ConversationStore.append`."""
+        self._insert(self._owned(tenant, conversation), messages)
+        self._evict(keep=conversation)
+
+    async def finish(
+        self,
+        tenant: str,
+        conversation: str,
+        message: str,
+        *,
+        content: str,
+        token_ids: bytes | None,
+        state: MessageState,
+    ) -> None:
+        """See `ConversationStore.finish`."""
+        owned = self._owned(tenant, conversation)
+        before = _message(owned, message)
+        if before.state != "running":
+            raise ConflictError(f"Message {message} is already {before.state}; start a new one.", code="already_done")
+        after = msgspec.structs.replace(before, content=content, token_ids=token_ids, state=state)
+        owned.messages[message] = after
+        self._charge(owned, after.num_bytes - before.num_bytes)
+        self._evict(keep=conversation)
+
+    async def path(self, tenant: str, conversation: str, message: str) -> list[Message]:
+        """See `ConversationStore.path`."""
+        owned = self._owned(tenant, conversation)
+        found = [_message(owned, message)]
+        while (parent := found[-1].parent) is not None:
+            found.append(owned.messages[parent])
+        found.reverse()
+        return found
+
+    async def head(self, tenant: str, conversation: str) -> Message:
+        """See `ConversationStore.head`."""
+        owned = self._owned(tenant, conversation)
+        return owned.messages[owned.head]
+
+    def _owned(self, tenant: str, identifier: str) -> _Conversation:
+        conversation = self._conversations.get(identifier)
+        if conversation is None or conversation.tenant != tenant:
+            raise NotFoundError("No such conversation; it may have been forgotten. Start a new one.", param="conv")
+        self._conversations.move_to_end(identifier)
+        return conversation
+
+    def _insert(self, conversation: _Conversation, messages: Sequence[Message]) -> None:
+        known = set(conversation.messages)
+        for message in messages:
+            if message.parent is not None and message.parent not in known:
+                raise NotFoundError("No such message in this conversation to continue from.", param="parent")
+            known.add(message.id)
+        if len(known) > self._max_messages:
+            raise InvalidRequestError(
+                f"This conversation would have more than {self._max_messages} messages; start a new one.",
+                code="conversation_full",
+            )
+        added = sum(message.num_bytes for message in messages)
+        if conversation.num_bytes + added > self._max_bytes:
+            raise InvalidRequestError(
+                f"This conversation would need more than {self._max_bytes} bytes; start a new one.",
+                code="conversation_full",
+            )
+        for message in messages:
+            conversation.messages[message.id] = message
+            conversation.head = message.id
+        self._charge(conversation, added)
+
+    def _charge(self, conversation: _Conversation, num_bytes: int) -> None:
+        conversation.num_bytes += num_bytes
+        self._num_bytes += num_bytes
+
+    def _evict(self, *, keep: str) -> None:
+        # The conversation in hand was touched last, so it is reached only when it is the only one left.
+        while len(self._conversations) > self._max_conversations or self._num_bytes > self._max_bytes:
+            identifier, conversation = next(iter(self._conversations.items()))
+            if identifier == keep:
+                return
+            del self._conversations[identifier]
+            self._num_bytes -= conversation.num_bytes
+
+
+def _message(conversation: _Conversation, identifier: str) -> Message:
+    message = conversation.messages.get(identifier)
+    if message is None:
+        raise NotFoundError("No such message in this conversation.", param="msg")
+    return message
