@@ -89,9 +89,7 @@ class EngineLoop:
         elif isinstance(message, Abort):
             self._core.abort(message.request_ids)
         elif isinstance(message, GetState):
-            state = self._core.state(message.call_id)
-            stats = msgspec.structs.replace(state.stats, busy_seconds=self._busy_seconds)
-            self._channel.send(msgspec.structs.replace(state, stats=stats))
+            self._channel.send(self._core.state(message.call_id, self._busy_seconds))
         self._stats_stale = True
 
     def _advance(self) -> None:
