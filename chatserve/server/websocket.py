@@ -1,0 +1,96 @@
+"""`/v1/ws`: who may open a WebSocket, and under which terms.
+
+Decides before accepting: subprotocol (400), credentials (401; a browser cannot read that status, so a page is
+accepted, told, and closed with 4401), number of sockets (429). Host and Origin were checked by the middleware. Then
+hands the socket to `ws_connection`. The application includes `websocket_routes`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from starlette.routing import WebSocketRoute
+from starlette.websockets import WebSocket, WebSocketDisconnect
+
+from chatserve.errors import AuthenticationError, ChatserveError, InvalidRequestError, QueueFullError
+from chatserve.server import ws_protocol as wire
+from chatserve.server.errors import error_response
+from chatserve.server.origin import header
+from chatserve.server.ws_connection import Connection, ConnectionLimits
+from chatserve.server.ws_hub import ChatHub
+from chatserve.server.ws_transport import fail_function
+from chatserve.sessions.memory_store import MemoryStore
+
+if TYPE_CHECKING:
+    from chatserve.server.auth import Principal
+    from chatserve.server.context import ServerContext
+    from chatserve.sessions.store import ConversationStore
+
+
+def websocket_routes(
+    context: ServerContext,
+    *,
+    store: ConversationStore | None = None,
+    limits: ConnectionLimits | None = None,
+) -> list[WebSocketRoute]:
+    """The WebSocket part of the route table; conversations live in memory unless ``store`` says otherwise."""
+    if store is None:
+        store = MemoryStore(max_messages=context.config.server.max_messages)
+    endpoint = _Endpoint(context, ChatHub(context, store), limits or ConnectionLimits())
+    return [WebSocketRoute("/v1/ws", endpoint.serve, name="ws")]
+
+
+class _Endpoint:
+    """Opens sockets and counts them."""
+
+    def __init__(self, context: ServerContext, hub: ChatHub, limits: ConnectionLimits) -> None:
+        self._context = context
+        self._hub = hub
+        self._limits = limits
+        self._num_open = 0
+
+    async def serve(self, websocket: WebSocket) -> None:
+        """One socket's whole life."""
+        try:
+            principal = self._admit(websocket)
+        except AuthenticationError as error:
+            if header(websocket.scope, b"authorization") is None and header(websocket.scope, b"origin") is not None:
+                await _accept_and_refuse(websocket, error)
+            else:
+                await websocket.send_denial_response(error_response(error))
+            return
+        except ChatserveError as error:
+            await websocket.send_denial_response(error_response(error))
+            return
+        self._num_open += 1
+        try:
+            await websocket.accept(wire.SUBPROTOCOL)
+            fail = fail_function(websocket.scope)
+            await Connection(websocket, self._context, self._hub, principal, self._limits, fail or _leave).run()
+        except WebSocketDisconnect:
+            pass  # it left during the handshake
+        finally:
+            self._num_open -= 1
+
+    def _admit(self, websocket: WebSocket) -> Principal:
+        if wire.SUBPROTOCOL not in websocket.scope["subprotocols"]:
+            raise InvalidRequestError(
+                f"Offer the subprotocol {wire.SUBPROTOCOL} (Sec-WebSocket-Protocol).", code="subprotocol_required"
+            )
+        principal = self._context.auth.authenticate(websocket.scope)
+        if self._num_open >= self._context.config.server.max_websocket_connections:
+            raise QueueFullError(f"{self._num_open} WebSockets are open, the most this server keeps.", retry_after=5.0)
+        return principal
+
+
+async def _accept_and_refuse(websocket: WebSocket, error: ChatserveError) -> None:
+    try:
+        await websocket.accept(wire.SUBPROTOCOL)
+        await websocket.send_text(wire.encode(wire.Error(wire.error_body(error))))
+        await websocket.close(wire.Close.NOT_AUTHENTICATED, error.code)
+    except WebSocketDisconnect:
+        pass  # it did not wait for the answer
+
+
+def _leave(code: int, reason: str) -> None:
+    """Under a server without our transport, returning from the application is the only way to end a socket."""

@@ -1,0 +1,347 @@
+"""Conversations at work: what the commands of all WebSockets act on.
+
+Turns a `ChatSend` into a stored user message, one engine request and one `LiveGeneration` per answer; writes the logs
+as the engine produces; closes each answer exactly once, in the store first and on the wire second, so that a client
+that has seen the end can build on it. Knows conversations, the generation service and idempotency; knows no sockets.
+`ws_connection` is its caller.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from array import array
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from chatserve.errors import (
+    ChatserveError,
+    ConflictError,
+    GenerationFailedError,
+    InvalidRequestError,
+    NotFoundError,
+    UnsupportedParameterError,
+)
+from chatserve.server import ws_protocol as wire
+from chatserve.server.generation import ChoiceDone, Generation, GenerationRequest, PromptStarted, TextDelta
+from chatserve.server.ws_generation import LiveGeneration
+from chatserve.server.ws_params import parse_params
+from chatserve.server.ws_timing import Stopwatch
+from chatserve.sessions.conversation import Message, MessageState, new_id, new_message
+from chatserve.text.chat_template import ChatMessage
+
+if TYPE_CHECKING:
+    from chatserve.server.auth import Principal
+    from chatserve.server.context import ServerContext
+    from chatserve.sessions.store import ConversationStore
+    from chatserve.text.tokenizer import Tokenizer
+
+IDEMPOTENCY_SECONDS = 600.0
+MAX_REMEMBERED_COMMANDS = 16384
+QUEUE_NOTICE_SECONDS = 0.5
+"""How often a waiting client hears about its place, where that has changed."""
+
+_TRIM_TOKENS = 8
+
+
+class Turn:
+    """One engine request and the answers it produces."""
+
+    def __init__(self, ack: wire.SendAck, answers: list[LiveGeneration], generation: Generation, position: int) -> None:
+        self.ack = ack
+        self.answers = answers
+        self.generation = generation
+        self.position = position
+        self.stopwatches = [Stopwatch() for _ in answers]
+        self.closing: set[str] = set()
+        self.task: asyncio.Task[None] | None = None
+
+    @property
+    def open_answers(self) -> list[LiveGeneration]:
+        """Answers that have not begun to end."""
+        return [answer for answer in self.answers if answer.gen not in self.closing]
+
+
+class ChatHub:
+    """Every conversation and every running answer of this process."""
+
+    def __init__(self, context: ServerContext, store: ConversationStore) -> None:
+        self.boot = new_id("b")
+        self._context = context
+        self._store = store
+        self._turns: dict[str, Turn] = {}  # running, by generation id
+        self._sent: OrderedDict[tuple[str, str], tuple[float, asyncio.Future[Turn]]] = OrderedDict()
+
+    def active(self, tenant: str) -> list[wire.ActiveGeneration]:
+        """The tenant's running answers."""
+        return [
+            wire.ActiveGeneration(gen, live.conv, live.msg, live.end, "running" if live.started else "queued")
+            for gen, turn in self._turns.items()
+            for live in turn.answers
+            if live.gen == gen and live.tenant == tenant
+        ]
+
+    async def send(self, principal: Principal, command: wire.ChatSend) -> Turn:
+        """Accept a user message and start its answers; the same id within ten minutes gets the same turn.
+
+        Raises:
+            ChatserveError: refused; nothing was stored or started.
+        """
+        key = (principal.tenant, command.id)
+        now = time.monotonic()
+        self._forget_commands(now)
+        known = self._sent.get(key)
+        if known is not None:
+            return await asyncio.shield(known[1])
+        future: asyncio.Future[Turn] = asyncio.get_running_loop().create_future()
+        self._sent[key] = (now, future)
+        try:
+            turn = await self._start(principal, command)
+        except BaseException as error:
+            del self._sent[key]
+            if isinstance(error, ChatserveError):
+                future.set_exception(error)
+                future.exception()  # it is raised below; a second sender of this id may see it too
+            else:
+                future.cancel()
+            raise
+        future.set_result(turn)
+        return turn
+
+    async def cancel(self, tenant: str, gen: str, *, reason: str = "cancelled") -> None:
+        """Stop one answer and keep what was delivered. Idempotent; one that has ended stays as it is.
+
+        Raises:
+            NotFoundError: never heard of it, or it is another tenant's.
+        """
+        turn = self._turns.get(gen)
+        if turn is None:
+            if not self._was_known(tenant, gen):
+                raise NotFoundError("No such generation; it may have ended long ago.", param="gen")
+            return
+        live = next(answer for answer in turn.answers if answer.gen == gen)
+        if live.tenant != tenant:
+            raise NotFoundError("No such generation; it may have ended long ago.", param="gen")
+        await self._close(turn, live, reason=reason)
+
+    async def release(self, answers: Sequence[LiveGeneration]) -> None:
+        """A socket has gone: answers that nobody watches any more are stopped at once."""
+        for live in answers:
+            if live.num_watches == 0 and live.terminal is None:
+                await self.cancel(live.tenant, live.gen, reason="abandoned")
+
+    async def _start(self, principal: Principal, command: wire.ChatSend) -> Turn:
+        context = self._context
+        _refuse_unimplemented(command)
+        if not isinstance(command.content, str):
+            raise InvalidRequestError("content is required: the text of the message.", param="content")
+        params = parse_params(
+            command.params, context.model_name, context.service.engine_info().vocab_size, context.config.server
+        )
+        scopes = context.scopes_for(principal, params.cache_salt)
+        history, new = await self._prompt(principal.tenant, command)
+        chat = [ChatMessage(m.role, m.content, token_ids=m.token_ids) for m in (*history, *new)]
+        rendered = await context.service.render_chat_off_loop(chat, scopes[-1])
+        position = context.engine.num_waiting + 1
+        generation = context.service.start(
+            GenerationRequest(
+                prompt_ids=rendered.token_ids,
+                sampling=params.sampling,
+                scopes=scopes,
+                stop=params.stop,
+                include_stop_str_in_output=params.include_stop_str_in_output,
+                skip_special_tokens=params.skip_special_tokens,
+                priority=params.priority,
+            )
+        )
+        user = new[-1]
+        answers = [
+            new_message("assistant", "", parent=user.id, state="running") for _ in range(generation.request.sampling.n)
+        ]
+        try:
+            conv = command.conv
+            if conv is None:
+                conv = await self._store.create(principal.tenant, [*new, *answers])
+            else:
+                await self._store.append(principal.tenant, conv, [*new, *answers])
+        except BaseException:
+            generation.cancel()
+            raise
+        lives = [LiveGeneration(new_id("g"), conv, answer.id, principal.tenant) for answer in answers]
+        ack = wire.SendAck(command.id, conv, user.id, [wire.GenerationRef(live.gen, live.msg) for live in lives])
+        turn = Turn(ack, lives, generation, position)
+        self._turns.update((live.gen, turn) for live in lives)
+        turn.task = asyncio.create_task(self._run(turn), name=f"turn {lives[0].gen}")
+        return turn
+
+    async def _prompt(self, tenant: str, command: wire.ChatSend) -> tuple[list[Message], list[Message]]:
+        """The stored messages before the new ones, and the new ones (system prompt, user message)."""
+        assert isinstance(command.content, str)
+        parent = command.parent
+        if command.conv is None:
+            if isinstance(parent, str):
+                raise InvalidRequestError("parent needs conv: which conversation it is in.", param="conv")
+            parent = None
+        elif not isinstance(parent, str):
+            head = await self._store.head(tenant, command.conv)  # also checks that the conversation is the caller's
+            parent = None if parent is None else head.id
+        if parent is None:
+            new = [] if not command.system else [new_message("system", command.system, parent=None)]
+            new.append(new_message("user", command.content, parent=new[-1].id if new else None))
+            return [], new
+        if command.system is not None:
+            raise InvalidRequestError("system can only be set where a conversation starts.", param="system")
+        assert command.conv is not None
+        history = await self._store.path(tenant, command.conv, parent)
+        if history[-1].role != "assistant":
+            raise ConflictError("parent must be an answer, or null for a new start.", param="parent")
+        if history[-1].state == "running":
+            raise ConflictError("That answer is still being written; wait for its end or cancel it.", param="parent")
+        return history, [new_message("user", command.content, parent=parent)]
+
+    async def _run(self, turn: Turn) -> None:
+        """Write the logs until every answer has ended."""
+        generation = turn.generation
+        failure: ChatserveError | None = None
+        queue_task = asyncio.create_task(self._tell_position(turn))
+        try:
+            while events := await generation.next():
+                for event in events:
+                    if isinstance(event, PromptStarted):
+                        queue_task.cancel()
+                        self._note_start(turn, event)
+                    elif turn.answers[event.choice].gen in turn.closing:
+                        continue
+                    elif isinstance(event, TextDelta):
+                        turn.stopwatches[event.choice].tokens(len(event.token_ids))
+                        turn.answers[event.choice].append(event.text, event.token_ids)
+                    else:
+                        await self._close(turn, turn.answers[event.choice], done=event)
+        except ChatserveError as error:
+            failure = error
+        finally:
+            queue_task.cancel()
+            generation.cancel()
+            failure = failure or GenerationFailedError("The answer ended without a reason; try again.")
+            for live in turn.open_answers:
+                await self._close(turn, live, failure=failure)
+
+    def _note_start(self, turn: Turn, event: PromptStarted) -> None:
+        block_size = self._context.engine.info.block_size  # known: it has just started something
+        for live, stopwatch in zip(turn.answers, turn.stopwatches, strict=True):
+            stopwatch.started()
+            if live.gen not in turn.closing:
+                live.set_started(
+                    wire.Started(
+                        live.gen,
+                        event.prompt_tokens,
+                        event.cached_tokens,
+                        stopwatch.queue_ms or 0,
+                        -(-event.prompt_tokens // block_size),
+                    )
+                )
+
+    async def _tell_position(self, turn: Turn) -> None:
+        """Keep a waiting client informed until it is cancelled by the start."""
+        while True:
+            await asyncio.sleep(QUEUE_NOTICE_SECONDS)
+            turn.position = max(1, min(turn.position, self._context.engine.num_waiting))
+            for live in turn.open_answers:
+                if live.queued is None or live.queued.pos != turn.position:
+                    live.set_queued(wire.Queued(live.gen, turn.position))
+
+    async def _close(
+        self,
+        turn: Turn,
+        live: LiveGeneration,
+        *,
+        done: ChoiceDone | None = None,
+        reason: str = "",
+        failure: ChatserveError | None = None,
+    ) -> None:
+        """End one answer: engine, store, wire, in this order. The second call for the same answer does nothing."""
+        if live.gen in turn.closing:
+            return
+        turn.closing.add(live.gen)
+        if not turn.open_answers:
+            turn.generation.cancel()
+        state: MessageState = "failed" if failure is not None else "complete" if done is not None else "cancelled"
+        token_ids = live.token_ids
+        if done is not None:
+            token_ids = list(array("i", turn.generation.choice_token_ids(done.choice)))
+        text = live.text()
+        # The conversation may have been forgotten while it ran; the client still gets its end.
+        with contextlib.suppress(NotFoundError):
+            await self._store.finish(
+                live.tenant,
+                live.conv,
+                live.msg,
+                content=text,
+                token_ids=exact_token_ids(self._context.service.tokenizer, text, token_ids),
+                state=state,
+            )
+        if failure is not None:
+            live.finish(wire.Failed(live.gen, live.end, wire.error_body(failure)))
+        else:
+            live.finish(self._done(turn, live, done.finish_reason if done is not None else reason))
+        self._turns.pop(live.gen, None)
+
+    def _done(self, turn: Turn, live: LiveGeneration, reason: str) -> wire.Done:
+        usage = turn.generation.usage
+        completion = usage.completion_tokens if len(turn.answers) == 1 else live.num_tokens
+        return wire.Done(
+            live.gen,
+            live.end,
+            reason,
+            wire.Usage(
+                usage.prompt_tokens,
+                completion,
+                usage.prompt_tokens + completion,
+                wire.CachedTokens(usage.cached_tokens),
+            ),
+            turn.stopwatches[turn.answers.index(live)].timings(),
+            live.text_sha256(),
+        )
+
+    def _was_known(self, tenant: str, gen: str) -> bool:
+        return any(
+            owner == tenant
+            and future.done()
+            and not future.cancelled()
+            and future.exception() is None
+            and any(live.gen == gen for live in future.result().answers)
+            for (owner, _), (_, future) in self._sent.items()
+        )
+
+    def _forget_commands(self, now: float) -> None:
+        while self._sent:
+            key, (sent_at, future) = next(iter(self._sent.items()))
+            expired = now - sent_at > IDEMPOTENCY_SECONDS or len(self._sent) > MAX_REMEMBERED_COMMANDS
+            if not expired or not future.done():
+                return
+            del self._sent[key]
+
+
+def exact_token_ids(tokenizer: Tokenizer, text: str, token_ids: Sequence[int]) -> bytes | None:
+    """int32 ids that decode to exactly ``text``: ``token_ids`` less a few last ones; ``None`` if there are none.
+
+    The last tokens of an answer may have no text yet (half a character, the start of a stop string). Ids that hide a
+    control token are no history to build on: the text is tokenised again then.
+    """
+    if not tokenizer.special_ids.isdisjoint(token_ids):
+        return None
+    for length in range(len(token_ids), max(len(token_ids) - _TRIM_TOKENS, 0), -1):
+        if tokenizer.decode(token_ids[:length]) == text:
+            return array("i", token_ids[:length]).tobytes()
+    return None
+
+
+def _refuse_unimplemented(command: wire.ChatSend) -> None:
+    if command.edit_of is not None:
+        raise UnsupportedParameterError(
+            "edit_of is not available yet; send the new text with the parent of the message you edit.", param="edit_of"
+        )
+    if not command.watch:
+        raise UnsupportedParameterError("watch: false is not available yet; leave it out.", param="watch")
