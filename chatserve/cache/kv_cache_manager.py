@@ -201,7 +201,7 @@ class KVCacheManager:
         changes: list[TableChange] = []
         last = (num_tokens - 1) // self.block_size
         copies = table.shared_tail and last < len(table.blocks) and self._num_holders(table.blocks[last]) > 1
-        fresh = last + 1 - len(table.blocks) + (1 if copies else 0)
+        fresh = 1 if copies else last + 1 - len(table.blocks)
         if fresh > self.num_available:
             return None
         if copies:
@@ -310,6 +310,14 @@ class KVCacheManager:
         child.detached = table.detached
         child.shared_tail = table.shared_tail = True
         return child
+
+    def follow(self, child: BlockTable, parent: BlockTable) -> list[TableChange]:
+        """Bring a fork up to what its parent has published since: the same blocks, in the same places.
+
+        Without this the two could end up on different paths of the tree with some blocks in common.
+        """
+        child.detached = parent.detached
+        return self._adopt(child, parent.blocks[child.num_published : parent.num_published])
 
     def release(self, table: BlockTable, tokens: array[int], num_computed: int, now: int) -> None:
         """End a sequence's hold: publish what it computed, the partial last block included, then let go."""

@@ -164,7 +164,7 @@ class RadixTree:
         if node.parent is None or node.parent is self.root:
             return node.blocks[:count]
         runs = [node.blocks[:count]]
-        above = node.parent
+        above: Node | None = node.parent
         while above is not None:
             runs.append(above.blocks)
             above = above.parent

@@ -14,7 +14,6 @@ import msgspec
 
 from chatserve.sampling_params import SamplingParams
 
-
 FinishReason = Literal["stop", "length", "abort", "error"]
 
 

@@ -1,0 +1,143 @@
+"""One engine step: schedule, execute, update.
+
+A synchronous state machine without clock, I/O or asyncio, so that a million random operations run in minutes and
+every failure replays from its seed. It turns protocol messages into scheduler calls and the scheduler's news into
+one `StepFrame`. `engine.process` drives it in production, tests and benchmarks drive it directly.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable
+
+import msgspec
+
+from chatserve.cache.kv_cache_manager import KVCacheManager, xxh3_hash
+from chatserve.config import EngineConfig
+from chatserve.engine.protocol import AddRequest, EngineInfo, EngineState, EngineStats, StepFrame
+from chatserve.errors import ChatserveError
+from chatserve.scheduler.output import Executor, Finished, StepNews
+from chatserve.scheduler.request import Request
+from chatserve.scheduler.scheduler import Scheduler
+from chatserve.scope import Scope
+
+
+class EngineCore:
+    """Owns the scheduler and the executor of one engine."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        executor: Executor,
+        info: EngineInfo,
+        *,
+        hash_block: Callable[[bytes], int] | None = None,
+    ) -> None:
+        """Args:
+        info: what the executor reported: pool size, model limits, end tokens.
+        hash_block: index function of the prefix tree; by default xxh3 with a seed of this process.
+        """
+        self.manager = KVCacheManager(info.num_blocks, info.block_size, hash_block or xxh3_hash(secrets.randbits(64)))
+        self.scheduler = Scheduler(
+            config.scheduler,
+            self.manager,
+            max_model_len=info.max_model_len,
+            vocab_size=info.vocab_size,
+            eos_token_ids=info.eos_token_ids,
+        )
+        self._executor = executor
+        self._scope_ids: dict[Scope, int] = {}
+        self._refused: list[Finished] = []
+        self._num_steps = 0
+
+    @property
+    def has_work(self) -> bool:
+        """Whether `step` has something to run or to report."""
+        scheduler = self.scheduler
+        return bool(scheduler.num_requests or scheduler.has_news or self._refused)
+
+    def add(self, message: AddRequest) -> None:
+        """Accept a request; one that can never be served is answered with its terminal event in the next frame."""
+        request = Request(
+            message.request_id,
+            message.prompt,
+            message.sampling,
+            tuple(self._intern(scope) for scope in message.scopes),
+            priority=message.priority,
+            priority_class=message.priority_class,
+        )
+        try:
+            self.scheduler.add(request)
+        except ChatserveError as error:
+            self._refused += (
+                Finished(message.request_id, choice, "error", None, error.code, error.message)
+                for choice in range(message.sampling.n)
+            )
+
+    def _intern(self, scope: Scope) -> int:
+        return self._scope_ids.setdefault(scope, len(self._scope_ids))
+
+    def abort(self, request_ids: tuple[int, ...]) -> None:
+        """End requests between two steps."""
+        for request_id in request_ids:
+            self.scheduler.abort(request_id)
+
+    def step(self) -> StepFrame:
+        """Run one step. Raises only what the executor raises when it is unusable as a whole."""
+        plan = self.scheduler.schedule()
+        if plan is None:
+            news = self.scheduler.flush_news()
+        else:
+            news = self.scheduler.update(self._executor.execute(plan))
+            self._num_steps += 1
+        return self._frame(news)
+
+    def _frame(self, news: StepNews) -> StepFrame:
+        finished = news.finished
+        if self._refused:
+            finished += tuple(self._refused)
+            self._refused.clear()
+        return StepFrame(
+            step=self.scheduler.step,
+            request_ids=news.request_ids,
+            choices=news.choices,
+            tokens=news.tokens,
+            logprobs=news.logprobs,
+            started=news.started,
+            finished=finished,
+        )
+
+    def stats(self) -> EngineStats:
+        """Gauges and counters now; the caller, who has a clock, adds ``busy_seconds``."""
+        scheduler, manager, counters = self.scheduler, self.manager, self.scheduler.counters
+        return EngineStats(
+            num_running=scheduler.num_running,
+            num_waiting=scheduler.num_waiting,
+            blocks_total=manager.pool.num_blocks,
+            blocks_free=manager.pool.num_free,
+            blocks_cached=manager.pool.num_idle,
+            blocks_held=manager.pool.num_held,
+            steps=self._num_steps,
+            preemptions=counters.preemptions,
+            copies=manager.num_copies,
+            evictions=manager.tree.num_evictions,
+            partial_hits=manager.num_partial_hits,
+            aborts=counters.aborts,
+            prefix_query_tokens=counters.prefix_query_tokens,
+            prefix_hit_tokens=counters.prefix_hit_tokens,
+            prompt_tokens=counters.prompt_tokens,
+            computed_prompt_tokens=counters.computed_prompt_tokens,
+            generation_tokens=counters.generation_tokens,
+        )
+
+    def state(self, call_id: int, busy_seconds: float = 0.0) -> EngineState:
+        """The counters beside the pool's counts recomputed from its reference counts."""
+        pool = self.manager.pool
+        held = int(((pool.refs > 1) | ((pool.refs == 1) & ~pool.cached)).sum())
+        return EngineState(
+            call_id=call_id,
+            stats=msgspec.structs.replace(self.stats(), busy_seconds=busy_seconds),
+            recounted_held=held,
+            recounted_cached=int(((pool.refs == 1) & pool.cached).sum()),
+            live_requests=self.scheduler.num_requests,
+        )

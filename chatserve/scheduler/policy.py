@@ -1,0 +1,56 @@
+"""Small decisions of the scheduler that stand on their own: claims and victims."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from collections.abc import Sequence as SequenceOf
+
+from chatserve.scheduler.request import Sequence
+
+
+class Claims:
+    """Which blocks are being computed in this very step, and for whom.
+
+    A sequence whose next block is claimed by one whose result it may see waits a step and then finds the block
+    in the tree, so that identical cold prompts cost one. Claims live one step: a leader that is lost blocks
+    nobody.
+    """
+
+    def __init__(self) -> None:
+        self._owners: dict[tuple[int, bytes], list[int]] = {}
+
+    def clear(self) -> None:
+        """A new step begins."""
+        self._owners.clear()
+
+    def claim(self, parent: int, tokens: bytes, scopes: tuple[int, ...], completes: bool) -> bool:
+        """Ask for the block of ``tokens`` that follows block ``parent`` (-1 at the root).
+
+        Args:
+            scopes: what the asker may see; it computes for the last one.
+            completes: the asker's chunk reaches the end of the block, so that the claim is worth waiting for.
+
+        Returns:
+            False if a visible claim exists and the asker should wait.
+        """
+        owners = self._owners.setdefault((parent, tokens), [])
+        if any(owner in scopes for owner in owners):
+            return False
+        if completes:
+            owners.append(scopes[-1])
+        return True
+
+
+def pick_slot_victim(order: SequenceOf[Sequence], better_than: int, admitted_before: int) -> Sequence | None:
+    """The running sequence that loses its slot to a waiting one of class ``better_than``, if any may.
+
+    Only a strictly worse class loses; within the worst class the last admitted goes first, but never one that
+    was admitted after step ``admitted_before``: a resumed sequence is safe for a quantum.
+    """
+    candidates: Iterable[Sequence] = reversed(order)
+    for sequence in candidates:
+        if sequence.request.priority_class <= better_than:
+            return None
+        if sequence.admitted_step <= admitted_before:
+            return sequence
+    return None

@@ -1,0 +1,273 @@
+"""A seeded storm of operations on the real cache, scheduler and engine core over the oracle model.
+
+Every request's tokens are compared with what a fresh server would have given; block accounting is checked after
+every operation and recounted from the holders every so often. The report says what the storm contained, because a
+driver that never preempted proves nothing about preemption. Run it alone for longer storms:
+``python -m tests.random_driver --operations 1000000 --seed 5``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+import time
+from collections.abc import Callable
+
+import numpy as np
+
+from chatserve.cache.kv_cache_manager import xxh3_hash
+from chatserve.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from chatserve.engine.core import EngineCore
+from chatserve.engine.protocol import AddRequest, StepFrame
+from chatserve.sampling_params import SamplingParams
+from chatserve.scope import Scope
+from tests.oracle import OracleExecutor, expected_output, oracle_info
+
+PUBLIC, GROUP = Scope("public"), Scope("group", "g")
+VISIBLE = (
+    (PUBLIC,),
+    (Scope("tenant", "a"),),
+    (PUBLIC, Scope("tenant", "b")),
+    (PUBLIC, GROUP, Scope("tenant", "c")),
+    (PUBLIC, GROUP),
+)
+"""What each kind of caller sees; a tenant always sees the same, so a foreign block is a fault, not a demotion."""
+
+
+class Live:
+    """What one request has been given so far, per choice."""
+
+    def __init__(self, prompt: list[int], sampling: SamplingParams) -> None:
+        self.prompt = prompt
+        self.sampling = sampling
+        self.tokens: list[list[int]] = [[] for _ in range(sampling.n)]
+        self.logprobs: list[list[float]] = [[] for _ in range(sampling.n)]
+        self.reasons: dict[int, str] = {}
+        self.aborted = False
+
+
+class Storm:
+    """One engine under random load, and everything known about its requests."""
+
+    def __init__(
+        self,
+        seed: int,
+        *,
+        block_size: int = 4,
+        num_blocks: int = 48,
+        max_num_seqs: int = 8,
+        hash_block: Callable[[bytes], int] | None = None,
+    ) -> None:
+        self.random = random.Random(seed)
+        config = EngineConfig(
+            model=ModelConfig(max_model_len=160),
+            cache=CacheConfig(block_size=block_size, num_blocks=num_blocks),
+            scheduler=SchedulerConfig(
+                max_num_seqs=max_num_seqs,
+                max_num_batched_tokens=96,
+                long_prefill_token_threshold=24,
+                ageing_steps=32,
+                max_overtakes=4,
+            ),
+        )
+        info = oracle_info(config)
+        self.executor = OracleExecutor(info.num_blocks, info.block_size)
+        self.core = EngineCore(config, self.executor, info, hash_block=hash_block or xxh3_hash(seed))
+        self.max_total = self.core.scheduler.max_total_tokens()
+        self.live: dict[int, Live] = {}
+        self.next_id = 0
+        self.histories: list[list[int]] = [[self._token() for _ in range(self.random.randint(1, 40))]]
+        self.counts = dict.fromkeys(("requests", "steps", "forks", "purges", "refusals", "finished", "tokens"), 0)
+
+    def _token(self) -> int:
+        # Few values, so that prompts meet inside blocks too; the end token is among them.
+        return self.random.randint(0, 20)
+
+    # ------------------------------------------------------------------ operations
+
+    def operate(self) -> None:
+        """One random operation."""
+        draw = self.random.random()
+        if draw < 0.24 and len(self.live) < 40:
+            self.submit()
+        elif draw < 0.29:
+            self.abort()
+        elif draw < 0.30 and self.live:
+            self.core.scheduler.preempt_request(self.random.choice(list(self.live)))
+        elif draw < 0.301:
+            self.core.manager.purge(self.random.randint(0, 3))
+            self.counts["purges"] += 1
+        else:
+            self.step()
+
+    def submit(self) -> None:
+        rng = self.random
+        history = rng.choice(self.histories)
+        prompt = history[: rng.randint(1, len(history))] + [self._token() for _ in range(rng.choice((0, 1, 3, 9)))]
+        prompt = prompt[: self.max_total - 1]
+        room = self.max_total - len(prompt)
+        max_tokens = rng.choice((None, 1, rng.randint(1, min(room, 40)), rng.randint(1, room)))
+        if rng.random() < 0.02:
+            max_tokens = room + 1
+        sampling = SamplingParams(
+            n=rng.choice((1, 1, 1, 2, 4)),
+            max_tokens=max_tokens,
+            min_tokens=rng.choice((0, 0, 1 if max_tokens is None or max_tokens > 1 else 0)),
+            temperature=rng.choice((0.0, 1.0)),
+            seed=rng.randint(0, 2**62),
+            stop_token_ids=tuple(rng.sample(range(900), rng.choice((0, 40)))),
+            ignore_eos=rng.random() < 0.3,
+            logprobs=rng.choice((None, None, 0)),
+        )
+        scopes = rng.choice(VISIBLE)
+        self.next_id += 1
+        self.live[self.next_id] = Live(prompt, sampling)
+        self.counts["requests"] += 1
+        self.core.add(
+            AddRequest(
+                self.next_id,
+                np.array(prompt, np.int32).tobytes(),
+                sampling,
+                scopes,
+                priority=rng.choice((0, 0, -1, 2)),
+                priority_class=rng.choice((0, 1, 1)),
+            )
+        )
+
+    def abort(self) -> None:
+        # Also ids that were never given out or have just ended.
+        request_id = self.random.choice([*self.live, self.next_id, self.next_id + 5])
+        if request_id in self.live:
+            self.live[request_id].aborted = True
+        self.core.abort((request_id,))
+
+    def step(self) -> None:
+        if self.core.has_work:
+            self.counts["steps"] += 1
+            self.take(self.core.step())
+
+    # ------------------------------------------------------------------ judging
+
+    def take(self, frame: StepFrame) -> None:
+        """Book one frame, and judge every choice that ended."""
+        ids = np.frombuffer(frame.request_ids, np.int64).tolist()
+        choices = np.frombuffer(frame.choices, np.int32).tolist()
+        tokens = np.frombuffer(frame.tokens, np.int32).tolist()
+        self.counts["tokens"] += len(tokens)
+        logprobs = frame.logprobs or (None,) * len(ids)
+        for request_id, choice, token, logprob in zip(ids, choices, tokens, logprobs, strict=True):
+            live = self.live[request_id]
+            assert choice not in live.reasons, "a token after the end"
+            live.tokens[choice].append(token)
+            if live.sampling.logprobs is not None:
+                assert logprob is not None, "a log-probability is missing"
+                live.logprobs[choice].append(logprob.chosen)
+        for end in frame.finished:
+            live = self.live[end.request_id]
+            assert end.choice not in live.reasons, "two terminal events for one choice"
+            live.reasons[end.choice] = end.reason
+            self._judge(live, end.choice, end.reason)
+            if len(live.reasons) == live.sampling.n:
+                del self.live[end.request_id]
+                self._remember(live)
+
+    def _judge(self, live: Live, choice: int, reason: str) -> None:
+        self.counts["finished"] += 1
+        got = live.tokens[choice]
+        sampling = live.sampling.for_choice(choice)
+        if reason == "error":
+            too_long = (live.sampling.max_tokens or 1) + len(live.prompt) > self.max_total
+            assert too_long, "an error that nobody expects"
+            assert not got, "tokens before a refusal"
+            self.counts["refusals"] += 1
+            return
+        room = self.max_total - len(live.prompt)
+        limit = min(room, live.sampling.max_tokens or room)
+        want = expected_output(live.prompt, sampling, len(got) if reason == "abort" else limit)
+        assert got == want[: len(got)], f"wrong tokens: {got} instead of {want}"
+        assert len(set(live.logprobs[choice])) == len(live.logprobs[choice]), "a log-probability was repeated"
+        if reason == "abort":
+            assert live.aborted, "aborted without being asked"
+            return
+        assert got == want, "output ended too early"
+        assert (reason == "length") == (len(got) == limit and not self._is_stop(sampling, got)), "wrong finish reason"
+
+    @staticmethod
+    def _is_stop(sampling: SamplingParams, tokens: list[int]) -> bool:
+        if len(tokens) <= sampling.min_tokens:
+            return False
+        return (tokens[-1] == 7 and not sampling.ignore_eos) or tokens[-1] in sampling.stop_token_ids
+
+    def _remember(self, live: Live) -> None:
+        """Later prompts continue conversations, or branch off inside them."""
+        if live.sampling.n > 1 and max(len(t) for t in live.tokens):
+            self.counts["forks"] += 1
+        history = live.prompt + self.random.choice(live.tokens)
+        if len(history) < self.max_total - 1:
+            self.histories.append(history)
+        if len(self.histories) > 12:
+            del self.histories[self.random.randrange(12)]
+
+    def check_counts(self) -> None:
+        """The invariant that is cheap enough for every operation."""
+        pool = self.core.manager.pool
+        assert pool.num_free + pool.num_idle + pool.num_held == pool.num_blocks
+        assert min(pool.num_free, pool.num_idle, pool.num_held) >= 0
+
+    def drain(self, limit: int = 20_000) -> None:
+        """Run to the end: everything must finish, and no block may stay held."""
+        for _ in range(limit):
+            if not self.core.has_work:
+                break
+            self.step()
+        assert not self.core.has_work, "the engine is wedged"
+        assert not self.live, "a request was forgotten"
+        assert self.core.manager.pool.num_held == 0, "blocks leaked"
+        self.core.scheduler.check()
+
+    def report(self) -> dict[str, int]:
+        """What the storm contained."""
+        stats = self.core.stats()
+        return self.counts | {
+            "preemptions": stats.preemptions,
+            "copies": stats.copies,
+            "partial_hits": stats.partial_hits,
+            "evictions": stats.evictions,
+            "aborts": stats.aborts,
+            "hit_tokens": stats.prefix_hit_tokens,
+            "computed_tokens": self.executor.num_tokens,
+        }
+
+
+def run_storm(operations: int, seed: int, *, full_check_every: int = 1000, progress: bool = False) -> dict[str, int]:
+    """Run one storm to its end; raises at the first wrong token or count, naming the operation."""
+    storm = Storm(seed)
+    for index in range(operations):
+        try:
+            storm.operate()
+            storm.check_counts()
+            if index % full_check_every == 0:
+                storm.core.scheduler.check()
+        except Exception as error:
+            raise AssertionError(f"seed {seed}, operation {index}: {error}") from error
+        if progress and index % 50_000 == 0:
+            print(f"{index:>9,} operations, {len(storm.live)} live", file=sys.stderr)
+    storm.drain()
+    return storm.report()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--operations", type=int, default=1_000_000)
+    parser.add_argument("--seed", type=int, default=1)
+    arguments = parser.parse_args()
+    started = time.perf_counter()
+    report = run_storm(arguments.operations, arguments.seed, progress=True)
+    seconds = time.perf_counter() - started
+    print(f"{arguments.operations:,} operations in {seconds:.1f} s, 0 wrong tokens, 0 leaked blocks")
+    print("  ".join(f"{key}={value:,}" for key, value in report.items()))
+
+
+if __name__ == "__main__":
+    main()
