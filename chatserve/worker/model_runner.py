@@ -1,0 +1,156 @@
+"""Turns one plan of the scheduler into one forward pass.
+
+Mirrors the persistent batch (block tables and sampling state by row), owns the KV tensor, and builds the flat
+tensors that the network takes. Decides nothing: what runs, where it is stored and what is copied all stand in the
+plan. An executor is the caller.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from chatserve_kernels.interface import AttentionMetadata, Backend, kv_cache_shape
+from torch import Tensor
+
+from chatserve.model.transformer import Transformer
+from chatserve.scheduler.output import ModelRunnerOutput, NewSequence, SchedulerOutput
+from chatserve.worker.sampler import sample
+from chatserve.worker.sampling_row import SamplingRow
+
+_Int64 = npt.NDArray[np.int64]
+
+
+class ModelRunner:
+    """One rank's model, KV memory and view of the batch.
+
+    Args:
+        max_blocks: blocks of the longest sequence.
+        eos_token_ids: the model's own end tokens, for ``min_tokens``.
+    """
+
+    def __init__(
+        self,
+        model: Transformer,
+        backend: Backend,
+        *,
+        num_blocks: int,
+        block_size: int,
+        max_num_seqs: int,
+        max_blocks: int,
+        eos_token_ids: tuple[int, ...],
+        dtype: torch.dtype,
+    ) -> None:
+        self._model = model
+        self._backend = backend
+        self._block_size = block_size
+        self._eos_token_ids = eos_token_ids
+        architecture = model.architecture
+        self.kv_cache = _lazily_zeroed(
+            kv_cache_shape(
+                num_blocks, architecture.num_layers, architecture.num_kv_heads, block_size, architecture.head_dim
+            ),
+            dtype,
+        )
+        self._block_tables: _Int64 = np.zeros((max_num_seqs, max_blocks), dtype=np.int64)
+        self._sampling: list[SamplingRow | None] = [None] * max_num_seqs
+
+    @torch.inference_mode()
+    def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
+        """Apply a plan in the order of its fields."""
+        for row in _int32(plan.freed_rows):
+            self._sampling[row] = None
+        for sequence in plan.new_sequences:
+            self._place(sequence)
+        self._block_tables[_int32(plan.table_rows), _int32(plan.table_indices)] = _int32(plan.table_blocks)
+        if plan.copies:
+            self._backend.copy_blocks(self.kv_cache, torch.from_numpy(_int64(plan.copies)).view(-1, 2))
+        if not plan.rows:
+            return ModelRunnerOutput(tokens=b"")
+        return self._forward_and_sample(plan)
+
+    def release_rows(self) -> None:
+        """Forget every sequence. Block contents stay."""
+        self._sampling = [None] * len(self._sampling)
+
+    def _place(self, sequence: NewSequence) -> None:
+        blocks = _int32(sequence.block_table)
+        self._block_tables[sequence.row, : len(blocks)] = blocks
+        self._sampling[sequence.row] = SamplingRow(
+            sequence.sampling,
+            _int32(sequence.token_ids),
+            sequence.num_prompt_tokens,
+            self._model.architecture.vocab_size,
+            self._eos_token_ids,
+        )
+
+    def _forward_and_sample(self, plan: SchedulerOutput) -> ModelRunnerOutput:
+        num_new = _int64(plan.num_new)
+        positions, metadata = self._describe(_int64(plan.rows), _int64(plan.num_computed), num_new)
+        attention = self._backend.begin_step(metadata, self.kv_cache)
+        token_ids = torch.from_numpy(_int64(plan.token_ids))
+        hidden = self._model.forward(token_ids, torch.from_numpy(positions), attention)
+
+        # A sum is finite exactly where all its terms are; every token of a row counts, not only the last.
+        token_finite = torch.isfinite(hidden.sum(-1, dtype=torch.float32)).numpy()
+        starts: _Int64 = metadata.query_start_loc.numpy()
+        finite = np.logical_and.reduceat(token_finite, starts[:-1])
+        if not finite.all():
+            self._clear_slots(metadata.slot_mapping[torch.from_numpy(~np.repeat(finite, num_new))])
+
+        sources = _int64(plan.sample_sources)
+        tokens, logprobs = b"", None
+        if len(sources):
+            rows = [self._sampled_row(row) for row in _int32(plan.sample_rows)]
+            logits = self._model.logits(hidden[torch.from_numpy(starts[sources + 1] - 1)])
+            samples = sample(logits, rows)
+            for row, token in zip(rows, samples.tokens.tolist(), strict=True):
+                row.append(token)
+            finite[sources] &= samples.finite
+            tokens, logprobs = samples.tokens.tobytes(), samples.logprobs
+        return ModelRunnerOutput(tokens=tokens, failed=tuple(np.flatnonzero(~finite).tolist()), logprobs=logprobs)
+
+    def _describe(self, rows: _Int64, num_computed: _Int64, num_new: _Int64) -> tuple[_Int64, AttentionMetadata]:
+        """Positions [T] and attention metadata of the step."""
+        starts: _Int64 = np.zeros(len(rows) + 1, dtype=np.int64)
+        np.cumsum(num_new, out=starts[1:])
+        positions = np.arange(starts[-1]) + np.repeat(num_computed - starts[:-1], num_new)
+        seq_lens = num_computed + num_new
+        tables = self._block_tables[rows, : -(-int(seq_lens.max()) // self._block_size)]
+        block, offset = np.divmod(positions, self._block_size)
+        slots = tables[np.repeat(np.arange(len(rows)), num_new), block] * self._block_size + offset
+        return positions, AttentionMetadata(
+            query_start_loc=torch.from_numpy(starts),
+            seq_lens=torch.from_numpy(seq_lens),
+            block_tables=torch.from_numpy(tables),
+            slot_mapping=torch.from_numpy(slots),
+        )
+
+    def _clear_slots(self, slots: Tensor) -> None:
+        """Zero what a row that is not finite wrote, so that whoever gets its blocks next reads finite padding."""
+        block = slots.div(self._block_size, rounding_mode="floor")
+        self.kv_cache[block, :, :, :, slots % self._block_size] = 0.0
+
+    def _sampled_row(self, row: int) -> SamplingRow:
+        state = self._sampling[row]
+        if state is None:
+            raise RuntimeError(f"The plan samples for row {row}, which holds no sequence.")
+        return state
+
+
+def _lazily_zeroed(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Zeros whose pages the system hands out only when they are first written (`torch.zeros` writes them all)."""
+    size = math.prod(shape) * dtype.itemsize
+    pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(pages, dtype=dtype).view(shape)
+
+
+def _int32(data: bytes) -> npt.NDArray[np.int32]:
+    return np.frombuffer(data, dtype="<i4")
+
+
+def _int64(data: bytes) -> _Int64:
+    return np.frombuffer(data, dtype="<i4").astype(np.int64)

@@ -1,0 +1,135 @@
+"""What a kernel backend offers: shapes, dtypes, units and errors.
+
+Knows the layout of the paged KV cache and the description of one step's ragged batch. Does not know models,
+requests or schedulers. Model code is written against `Backend` and `AttentionStep`; `reference` is the truth the
+other backends are tested against.
+
+Words used in shapes: T tokens of the step, n sequences of the step, H query heads, K key/value heads, D head
+size, B tokens per block, L layers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionMetadata:
+    """One step's ragged batch: decodes and prefill chunks side by side, tokens of a sequence contiguous.
+
+    Attributes:
+        query_start_loc: int64 [n + 1]; tokens of sequence i are rows ``[start[i], start[i + 1])``.
+        seq_lens: int64 [n]; tokens of sequence i in the cache after this step's writes. Its last
+            ``start[i + 1] - start[i]`` ones are this step's.
+        block_tables: int64 [n, max_blocks]; physical block of each B tokens. Entries past
+            ``ceil(seq_lens[i] / B)`` are ignored, but must be valid block ids.
+        slot_mapping: int64 [T]; ``block * B + offset`` where each token's key and value go.
+    """
+
+    query_start_loc: Tensor
+    seq_lens: Tensor
+    block_tables: Tensor
+    slot_mapping: Tensor
+
+
+def kv_cache_shape(
+    num_blocks: int, num_layers: int, num_kv_heads: int, block_size: int, head_dim: int
+) -> tuple[int, int, int, int, int, int]:
+    """Shape of a KV cache: [blocks, L, 2 (key, value), K, B, D].
+
+    One block is one contiguous piece over all layers, so copying, swapping or sending it is one memcpy.
+    """
+    return (num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim)
+
+
+class AttentionStep(Protocol):
+    """Attention of one step. Index arithmetic that all layers share is done when it is made, once.
+
+    For each layer, in any order: `write` before `attend`.
+    """
+
+    def write(self, layer: int, key_value: Tensor) -> None:
+        """Store this step's keys and values.
+
+        Args:
+            layer: in [0, L).
+            key_value: [T, 2, K, D], dtype of the cache; rotary embedding already applied to the keys. May be
+                strided; only the last dimension must be contiguous.
+        """
+        ...
+
+    def attend(self, layer: int, query: Tensor, scale: float, window: int | None) -> Tensor:
+        """Causal attention of every token over its own sequence's cache.
+
+        Query head h reads key/value head ``h // (H / K)``.
+
+        Args:
+            query: [T, H, D], rotary embedding already applied.
+            scale: multiplies query·key before the softmax.
+            window: a token at position p sees positions in (p - window, p]; ``None`` sees [0, p].
+
+        Returns:
+            [T, H * D], dtype of ``query``.
+        """
+        ...
+
+
+class Backend(Protocol):
+    """A family of kernels for one kind of device.
+
+    Every operation treats rows (tokens, sequences) independently: a row that is not finite never touches
+    another. For padding to be harmless the cache must hold finite numbers only: allocate it zeroed and zero the
+    slots of a step that went wrong.
+    """
+
+    name: str
+
+    def begin_step(self, metadata: AttentionMetadata, kv_cache: Tensor) -> AttentionStep:
+        """Prepare attention for one step over ``kv_cache`` (shape of `kv_cache_shape`, contiguous)."""
+        ...
+
+    def copy_blocks(self, kv_cache: Tensor, pairs: Tensor) -> None:
+        """Copy whole blocks, all layers.
+
+        Args:
+            pairs: int64 [c, 2] of (source, destination). No block is both a source and a destination, and no
+                destination appears twice.
+        """
+        ...
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """``x / sqrt(mean(x²) + eps) * weight`` over the last dimension (Zhang & Sennrich 2019, eq. 4).
+
+        Computed in float32, result in the dtype of ``x`` (any leading shape).
+        """
+        ...
+
+    def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> None:
+        """Rotary position embedding, in place (Su et al. 2021), in the halves convention.
+
+        Args:
+            x: [T, heads, D], last dimension contiguous.
+            cos: [T, 1, D].
+            sin: [T, 1, D], signed: the first half carries the minus of the rotation, so that the result is
+                ``x * cos + swap_halves(x) * sin``.
+        """
+        ...
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        """``silu(gate) * up`` for gate_up [T, 2 * F] = (gate, up) → [T, F]."""
+        ...
+
+
+def check_kv_cache(kv_cache: Tensor) -> None:
+    """Raise ``ValueError`` unless ``kv_cache`` has the layout of `kv_cache_shape`."""
+    if kv_cache.dim() != 6 or kv_cache.shape[2] != 2 or not kv_cache.is_contiguous():
+        raise ValueError(
+            "kv_cache must be a contiguous tensor [num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]; "
+            f"got shape {tuple(kv_cache.shape)} with strides {kv_cache.stride()}."
+        )
+    if kv_cache.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise ValueError(f"kv_cache must be float32, bfloat16 or float16; got {kv_cache.dtype}.")

@@ -1,0 +1,86 @@
+"""Plain torch on any device: one loop per sequence, float32 inside, obviously right.
+
+The truth that every other backend is tested against. Too slow to serve with, on purpose simple to read.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from chatserve_kernels.interface import AttentionMetadata, check_kv_cache
+
+
+class ReferenceAttentionStep:
+    """`AttentionStep` by gathering each sequence's keys and values through its block table."""
+
+    def __init__(self, metadata: AttentionMetadata, kv_cache: Tensor) -> None:
+        check_kv_cache(kv_cache)
+        self._metadata = metadata
+        self._kv_cache = kv_cache
+
+    def write(self, layer: int, key_value: Tensor) -> None:
+        block_size = self._kv_cache.shape[4]
+        for token, slot in enumerate(self._metadata.slot_mapping.tolist()):
+            self._kv_cache[slot // block_size, layer, :, :, slot % block_size, :] = key_value[token]
+
+    def attend(self, layer: int, query: Tensor, scale: float, window: int | None) -> Tensor:
+        out = torch.empty_like(query)
+        starts = self._metadata.query_start_loc.tolist()
+        for i, seq_len in enumerate(self._metadata.seq_lens.tolist()):
+            start, end = starts[i], starts[i + 1]
+            key, value = self._gather(layer, i, seq_len)
+            out[start:end] = _causal_attention(query[start:end], key, value, scale, window)
+        return out.flatten(1)
+
+    def _gather(self, layer: int, sequence: int, seq_len: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of one sequence, [seq_len, K, D] each."""
+        block_size = self._kv_cache.shape[4]
+        num_blocks = -(-seq_len // block_size)
+        blocks = self._kv_cache[self._metadata.block_tables[sequence, :num_blocks], layer]
+        tokens = blocks.permute(1, 0, 3, 2, 4).flatten(1, 2)[:, :seq_len]
+        return tokens[0], tokens[1]
+
+
+class ReferenceBackend:
+    """`Backend` in the plainest torch."""
+
+    name = "reference"
+
+    def begin_step(self, metadata: AttentionMetadata, kv_cache: Tensor) -> ReferenceAttentionStep:
+        return ReferenceAttentionStep(metadata, kv_cache)
+
+    def copy_blocks(self, kv_cache: Tensor, pairs: Tensor) -> None:
+        for source, destination in pairs.tolist():
+            kv_cache[destination] = kv_cache[source]
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        wide = x.float()
+        normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+        return (normed * weight.float()).to(x.dtype)
+
+    def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> None:
+        first, second = x.float().chunk(2, dim=-1)
+        swapped = torch.cat((second, first), dim=-1)
+        x.copy_(x.float() * cos.float() + swapped * sin.float())
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.float().chunk(2, dim=-1)
+        return (torch.nn.functional.silu(gate) * up).to(gate_up.dtype)
+
+
+def _causal_attention(query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
+    """query [q, H, D] are the last q of the s positions of key and value [s, K, D] → [q, H, D]."""
+    num_query, num_heads, _ = query.shape
+    seq_len, num_kv_heads, _ = key.shape
+    group = num_heads // num_kv_heads
+    key = key.float().repeat_interleave(group, dim=1)
+    value = value.float().repeat_interleave(group, dim=1)
+    scores = torch.einsum("qhd,shd->hqs", query.float(), key) * scale
+    query_position = torch.arange(seq_len - num_query, seq_len, device=query.device)[:, None]
+    key_position = torch.arange(seq_len, device=query.device)[None, :]
+    visible = key_position <= query_position
+    if window is not None:
+        visible &= key_position > query_position - window
+    probabilities = scores.masked_fill(~visible, -torch.inf).softmax(dim=-1)
+    return torch.einsum("hqs,shd->qhd", probabilities, value).to(query.dtype)
