@@ -71,7 +71,8 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
         prompt_ids: int32 token ids.
         stop: texts that end the output; they are cut unless ``include_stop_str_in_output``.
         scopes: cache scopes the caller may see, its own last.
-        remember_answer: keep the ids of finished answers, so that a later chat that quotes them reuses them.
+        continues_prompt: the output goes on from the prompt's text (a completion), and is no answer of its own
+            (a chat) whose ids a later turn may quote.
     """
 
     prompt_ids: bytes
@@ -81,7 +82,7 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     priority: int = 0
-    remember_answer: bool = True
+    continues_prompt: bool = False
 
 
 class Timings(msgspec.Struct):
@@ -100,23 +101,14 @@ class Generation:
         timings: when it arrived, started, got its first token and ended.
     """
 
-    def __init__(self, service: GenerationService, request: GenerationRequest, stream: EngineStream) -> None:
+    def __init__(
+        self, service: GenerationService, request: GenerationRequest, output: OutputProcessor, stream: EngineStream
+    ) -> None:
         self.request = request
         self.timings = Timings(arrived=time.monotonic())
         self._service = service
         self._stream = stream
-        self._output = OutputProcessor(
-            service.tokenizer,
-            OutputOptions(
-                request.stop,
-                request.include_stop_str_in_output,
-                request.skip_special_tokens,
-                frozenset(request.sampling.stop_token_ids),
-            ),
-            num_choices=request.sampling.n,
-            prompt_tokens=len(request.prompt_ids) // INT32_BYTES,
-            observe_gap=service.metrics.observe_token_gap,
-        )
+        self._output = output
         self._failure: ChatserveError | None = None
         self._closed = False
         self._consumer: asyncio.Task[object] | None = None
@@ -268,12 +260,29 @@ class GenerationService:
         sampling = request.sampling
         if sampling.seed is None:
             sampling = msgspec.structs.replace(sampling, seed=secrets.randbits(63))
+        output = self._output_processor(request)
         stream = self._engine.submit(
             request.prompt_ids, sampling, scopes=request.scopes, priority=request.priority, priority_class=0
         )
-        generation = Generation(self, request, stream)
+        generation = Generation(self, request, output, stream)
         self._running.add(generation)
         return generation
+
+    def _output_processor(self, request: GenerationRequest) -> OutputProcessor:
+        options = OutputOptions(
+            stop=request.stop,
+            include_stop=request.include_stop_str_in_output,
+            skip_special_tokens=request.skip_special_tokens,
+            continues_text=request.continues_prompt,
+            stop_token_ids=frozenset(request.sampling.stop_token_ids),
+        )
+        return OutputProcessor(
+            self.tokenizer,
+            options,
+            num_choices=request.sampling.n,
+            prompt_tokens=len(request.prompt_ids) // INT32_BYTES,
+            observe_gap=self.metrics.observe_token_gap,
+        )
 
     def check_admission(self, request: GenerationRequest, more: int = 0) -> None:
         """The checks of `start` alone, for a request that brings ``more`` others along."""
@@ -304,19 +313,24 @@ class GenerationService:
                 param="max_tokens" if output is not None and prompt < limit else None,
             )
 
-    def render_chat(self, messages: Sequence[ChatMessage], scope: Scope) -> RenderedPrompt:
+    def render_chat(
+        self, messages: Sequence[ChatMessage], scope: Scope, *, add_generation_prompt: bool = True
+    ) -> RenderedPrompt:
         """Chat template and encoding, with the exact ids of remembered answers spliced in.
 
         Raises `InvalidRequestError` with the template's own message when it refuses the conversation.
         """
-        return self.template.render(self._recall(messages, scope))
+        known = self._recall(messages, scope)
+        return self.template.render(known, add_generation_prompt=add_generation_prompt)
 
-    async def render_chat_off_loop(self, messages: Sequence[ChatMessage], scope: Scope) -> RenderedPrompt:
+    async def render_chat_off_loop(
+        self, messages: Sequence[ChatMessage], scope: Scope, *, add_generation_prompt: bool = True
+    ) -> RenderedPrompt:
         """`render_chat`, in a thread where the conversation is long."""
         known = self._recall(messages, scope)
         if sum(len(message.content) for message in known) <= OFF_LOOP_CHARS:
-            return self.template.render(known)
-        return await asyncio.to_thread(self.template.render, known)
+            return self.template.render(known, add_generation_prompt=add_generation_prompt)
+        return await asyncio.to_thread(self.template.render, known, add_generation_prompt=add_generation_prompt)
 
     async def encode(self, text: str, *, add_special_tokens: bool) -> bytes:
         """int32 ids of a text; long ones are encoded in a thread."""
@@ -326,7 +340,7 @@ class GenerationService:
 
     def remember(self, request: GenerationRequest, text: str, token_ids: array[int]) -> None:
         """Keep the ids behind a finished answer, unless a control token hides among them."""
-        if request.remember_answer and text and self.tokenizer.special_ids.isdisjoint(token_ids):
+        if not request.continues_prompt and text and self.tokenizer.special_ids.isdisjoint(token_ids):
             self._answers.remember(request.scopes[-1], text, token_ids.tobytes())
 
     def release(self, generation: Generation, reason: str) -> None:

@@ -89,6 +89,7 @@ class OutputOptions(msgspec.Struct, frozen=True):
     stop: tuple[str, ...] = ()
     include_stop: bool = False
     skip_special_tokens: bool = True
+    continues_text: bool = False
     stop_token_ids: frozenset[int] = frozenset()
 
 
@@ -98,7 +99,9 @@ class _Choice:
     __slots__ = ("detokenizer", "done", "ids", "last_token_at", "parts", "pending", "stops")
 
     def __init__(self, tokenizer: Tokenizer, options: OutputOptions, index: int) -> None:
-        self.detokenizer = IncrementalDetokenizer(tokenizer, skip_special_tokens=options.skip_special_tokens)
+        self.detokenizer = IncrementalDetokenizer(
+            tokenizer, skip_special_tokens=options.skip_special_tokens, continues_text=options.continues_text
+        )
         self.stops = StopMatcher(options.stop, options.include_stop) if options.stop else None
         self.ids = array("i")
         self.parts: list[str] = []
@@ -153,17 +156,17 @@ class OutputProcessor:
         stop_tokens = {e.choice: e.stop_token for e in events if type(e) is Finished and e.stop_token is not None}
         try:
             for event in events:
-                if type(event) is Started:
+                if isinstance(event, Started):
                     self.usage.cached_tokens = event.cached_tokens
                     out.append(PromptStarted(event.prompt_tokens, event.cached_tokens))
                     continue
                 choice = self._choices[event.choice]
                 if choice.done is not None:
                     continue
-                if type(event) is Delta:
+                if isinstance(event, Delta):
                     touched[event.choice] = touched.get(event.choice, 0) + 1
                     self._push(choice, event, stop_tokens.get(event.choice))
-                elif type(event) is Finished:
+                else:
                     touched.setdefault(event.choice, 0)
                     self._finish(choice, event)
                 if choice.done is not None:

@@ -1,0 +1,71 @@
+"""The application: one explicit table of routes behind one wall of pure ASGI middleware.
+
+`create_app` is given a finished `ServerContext`; it builds nothing else and starts nothing. There is no endpoint
+that is not in this file (the WebSocket's come from `chatserve.server.websocket`).
+"""
+
+from __future__ import annotations
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from chatserve.errors import InvalidRequestError, NotFoundError
+from chatserve.server.context import ServerContext
+from chatserve.server.errors import error_response
+from chatserve.server.middleware import EdgeMiddleware
+from chatserve.server.routes.chat import ChatCompletions
+from chatserve.server.routes.completions import Completions
+from chatserve.server.routes.models import Models
+from chatserve.server.routes.operations import Operations
+from chatserve.server.routes.ui import Page, load_files, web_folder
+from chatserve.server.websocket import websocket_routes
+
+
+def create_app(context: ServerContext) -> Starlette:
+    """The ASGI application over one engine and one model."""
+    models, operations = Models(context), Operations(context)
+    files = load_files(web_folder()) if context.config.server.ui else {}
+    page = Page(context, files)
+    routes = [
+        Route("/v1/chat/completions", ChatCompletions(context).__call__, methods=["POST"]),
+        Route("/v1/completions", Completions(context).__call__, methods=["POST"]),
+        Route("/v1/models", models.list, methods=["GET"]),
+        Route("/tokenize", models.tokenize, methods=["POST"]),
+        Route("/detokenize", models.detokenize, methods=["POST"]),
+        Route("/livez", operations.livez, methods=["GET"]),
+        Route("/readyz", operations.readyz, methods=["GET"]),
+        Route("/health", operations.health, methods=["GET"]),
+        Route("/version", operations.version, methods=["GET"]),
+        Route("/metrics", operations.metrics, methods=["GET"]),
+        Route("/ui/login", page.log_in, methods=["POST"]),
+        Route("/ui/logout", page.log_out, methods=["POST"]),
+    ]
+    paths = [route.path for route in routes]
+    app = Starlette(
+        routes=[
+            *routes,
+            *(Route(path, page.file, methods=["GET"]) for path in files),
+            *websocket_routes(context),
+        ],
+        middleware=[Middleware(EdgeMiddleware, context=context, paths=paths, files=files.keys())],
+        exception_handlers={HTTPException: _http_error},
+    )
+    app.router.redirect_slashes = False
+    return app
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
+    """What the router itself refuses: unknown paths and wrong methods."""
+    status = error.status_code if isinstance(error, HTTPException) else 404
+    if status == 405:
+        refusal = error_response(InvalidRequestError("This path does not take that method.", code="method_not_allowed"))
+        refusal.status_code = 405
+        allow = error.headers.get("Allow") if isinstance(error, HTTPException) and error.headers else None
+        if allow:
+            refusal.headers["allow"] = allow
+        return refusal
+    return error_response(NotFoundError("There is nothing at this path."))

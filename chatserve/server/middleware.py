@@ -1,0 +1,171 @@
+"""The server's outer wall, as pure ASGI: ids, Host and Origin, keys, CORS, errors, the request log.
+
+Everything is decided from ``scope["path"]`` and raw headers, never from a reconstructed URL. What is not on the
+short list of open paths needs a key. WebSocket scopes get the Host and Origin check here and authenticate in
+`chatserve.server.websocket`, which can explain itself to a browser. `chatserve.server.app` installs it.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+import time
+from collections.abc import Collection
+from dataclasses import dataclass
+
+import structlog
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from chatserve.errors import ChatserveError
+from chatserve.server.auth import Principal
+from chatserve.server.body import ClientGoneError
+from chatserve.server.context import ServerContext
+from chatserve.server.errors import error_response, internal_error
+from chatserve.server.origin import header
+
+OPEN_PATHS = frozenset({"/livez", "/readyz", "/health", "/ui/login", "/ui/logout"})
+"""Answered without a key, beside the page's own files."""
+
+CLIENT_GONE = 499
+"""Logged, never sent: the client left before its answer."""
+
+INFO_KEY = "chatserve.request"
+_REQUEST_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
+_METHODS = frozenset({"GET", "HEAD", "POST", "OPTIONS"})
+
+
+@dataclass
+class RequestInfo:
+    """What the wall knows of one request, for handlers and the log.
+
+    Attributes:
+        request_id: the client's where it is short and harmless, else 128 random bits; an echo, never a key.
+        principal: the caller, set before a handler runs on any path that needs a key.
+        tokens: (prompt, cached, output) counts a handler leaves for the log line.
+    """
+
+    request_id: str
+    started: float
+    principal: Principal
+    tokens: tuple[int, int, int] | None = None
+
+
+def request_info(scope: Scope) -> RequestInfo:
+    """The `RequestInfo` of an HTTP scope that came through `EdgeMiddleware`."""
+    info = scope[INFO_KEY]
+    assert isinstance(info, RequestInfo)
+    return info
+
+
+class EdgeMiddleware:
+    """Wraps the whole application."""
+
+    def __init__(self, app: ASGIApp, context: ServerContext, paths: Collection[str], files: Collection[str]) -> None:
+        """
+        Args:
+            paths: paths of all routes, the only ones that become metric labels.
+            files: paths of the page's files, open to everybody.
+        """
+        self._app = app
+        self._context = context
+        self._paths = frozenset(paths)
+        self._files = frozenset(files)
+        self._log = structlog.get_logger("chatserve.request")
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            await self._http(scope, receive, send)
+        elif scope["type"] == "websocket":
+            await self._websocket(scope, receive, send)
+        else:
+            await self._app(scope, receive, send)
+
+    async def _websocket(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            self._context.origins.check(scope)
+        except ChatserveError as error:
+            await receive()  # websocket.connect
+            await error_response(error)(scope, receive, send)
+            return
+        await self._app(scope, receive, send)
+
+    async def _http(self, scope: Scope, receive: Receive, send: Send) -> None:
+        given = header(scope, b"x-request-id") or ""
+        request_id = given if _REQUEST_ID.fullmatch(given) else secrets.token_hex(16)
+        info = scope[INFO_KEY] = RequestInfo(request_id, time.perf_counter(), Principal())
+        cors = self._cors_headers(scope)
+        status = 0
+
+        async def send_with_headers(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                spent = int((time.perf_counter() - info.started) * 1000)
+                message["headers"] = [
+                    *message.get("headers", ()),
+                    (b"x-request-id", request_id.encode()),
+                    (b"openai-processing-ms", b"%d" % spent),
+                    (b"x-content-type-options", b"nosniff"),
+                    *cors,
+                ]
+            await send(message)
+
+        try:
+            response = self._admit(scope, info)
+            await (response or self._app)(scope, receive, send_with_headers)
+        except ClientGoneError:
+            status = status or CLIENT_GONE
+        except ChatserveError as error:
+            if status:
+                raise
+            await error_response(error)(scope, receive, send_with_headers)
+        except Exception:
+            self._log.exception("unexpected_error", request_id=request_id)
+            if not status:
+                await error_response(internal_error())(scope, receive, send_with_headers)
+        finally:
+            self._record(scope, info, status or CLIENT_GONE)
+
+    def _admit(self, scope: Scope, info: RequestInfo) -> Response | None:
+        """Check Host, Origin and key; a CORS preflight is answered at once."""
+        self._context.origins.check(scope)
+        if scope["method"] == "OPTIONS" and header(scope, b"access-control-request-method") is not None:
+            return Response(status_code=204)
+        path = scope["path"]
+        if path not in OPEN_PATHS and path not in self._files:
+            info.principal = self._context.auth.authenticate(scope)
+        return None
+
+    def _cors_headers(self, scope: Scope) -> list[tuple[bytes, bytes]]:
+        """For pages of allowed foreign origins: they send keys, never cookies, so no credentials."""
+        origin = header(scope, b"origin")
+        if origin is None or not self._context.origins.allows_cross_origin(origin):
+            return []
+        return [
+            (b"access-control-allow-origin", origin.encode("latin-1")),
+            (b"access-control-allow-methods", b"GET, POST"),
+            (b"access-control-allow-headers", b"authorization, content-type, x-request-id"),
+            (b"access-control-expose-headers", b"x-request-id, openai-processing-ms, retry-after, retry-after-ms"),
+            (b"access-control-max-age", b"600"),
+            (b"vary", b"origin"),
+        ]
+
+    def _record(self, scope: Scope, info: RequestInfo, status: int) -> None:
+        path = scope["path"]
+        seconds = time.perf_counter() - info.started
+        handler = path if path in self._paths else "ui" if path in self._files else "other"
+        method = scope["method"] if scope["method"] in _METHODS else "other"
+        self._context.metrics.observe_http(handler, method, status, seconds)
+        fields: dict[str, object] = {}
+        if info.tokens is not None:
+            fields = dict(zip(("prompt_tokens", "cached_tokens", "completion_tokens"), info.tokens, strict=True))
+        self._log.info(
+            "request",
+            request_id=info.request_id,
+            method=method,
+            path=handler,
+            status=status,
+            ms=round(seconds * 1000, 1),
+            **fields,
+        )

@@ -1,0 +1,108 @@
+"""``POST /v1/completions``: one or several prompts, each a text or token ids."""
+
+from __future__ import annotations
+
+import time
+from array import array
+from collections.abc import Sequence
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from chatserve.sampling_params import SamplingParams
+from chatserve.server.body import read_json_body
+from chatserve.server.completion import Outcome, cancel_all, collect, stream
+from chatserve.server.context import ServerContext
+from chatserve.server.encode import ChunkEncoder, completion_logprobs, fingerprint, response_id, usage_info
+from chatserve.server.generation import Generation, GenerationRequest
+from chatserve.server.middleware import request_info
+from chatserve.server.parse import parse_prompts, parse_request, parse_sampling, parse_stop
+from chatserve.server.routes.reply import json_response
+from chatserve.server.wire import ChunkHead, CompletionRequest, TextChoice, TextCompletion
+
+
+class Completions:
+    """Endpoint of the one model that is served."""
+
+    def __init__(self, context: ServerContext) -> None:
+        self._context = context
+
+    async def __call__(self, request: Request) -> Response:
+        context, config = self._context, self._context.config.server
+        body = parse_request(await read_json_body(request, config), CompletionRequest, context.model_name)
+        info = context.service.engine_info()
+        sampling = parse_sampling(body, info.vocab_size)
+        template = GenerationRequest(
+            prompt_ids=b"",
+            sampling=sampling,
+            scopes=context.scopes_for(request_info(request.scope).principal, body.cache_salt or ""),
+            stop=parse_stop(body, config),
+            include_stop_str_in_output=bool(body.include_stop_str_in_output),
+            skip_special_tokens=body.skip_special_tokens is not False,
+            priority=body.priority or 0,
+            continues_prompt=True,
+        )
+        requests = [
+            msgspec.structs.replace(
+                template, prompt_ids=await self._encode(prompt, body.add_special_tokens is not False)
+            )
+            for prompt in parse_prompts(body.prompt, info.vocab_size)
+        ]
+        generations = self._start(requests)
+        answer_id, created = response_id("cmpl"), int(time.time())
+        system_fingerprint = fingerprint(info.weights_revision)
+        if body.stream:
+            options = body.stream_options
+            include_usage = bool(options and options.include_usage)
+            encoder = ChunkEncoder(
+                ChunkHead(
+                    id=answer_id,
+                    object="text_completion",
+                    created=created,
+                    model=context.model_name,
+                    system_fingerprint=system_fingerprint,
+                ),
+                sampling.n * len(generations),
+                include_usage=include_usage,
+                continuous_usage=bool(options and options.continuous_usage_stats),
+                logprobs=sampling.logprobs,
+            )
+            return stream(request, generations, encoder, config, roles=False, usage=include_usage)
+        outcomes = await collect(request, generations)
+        return json_response(
+            TextCompletion(
+                id=answer_id,
+                created=created,
+                model=context.model_name,
+                system_fingerprint=system_fingerprint,
+                choices=[_choice(index, outcome, sampling) for index, outcome in enumerate(outcomes)],
+                usage=usage_info([generation.usage for generation in generations]),
+            )
+        )
+
+    async def _encode(self, prompt: str | list[int], add_special_tokens: bool) -> bytes:
+        if isinstance(prompt, str):
+            return await self._context.service.encode(prompt, add_special_tokens=add_special_tokens)
+        return array("i", prompt).tobytes()
+
+    def _start(self, requests: Sequence[GenerationRequest]) -> list[Generation]:
+        """All or none: every prompt passes admission before the first one is enqueued."""
+        service = self._context.service
+        for request in requests:
+            service.check_admission(request, more=len(requests) - 1)
+        generations: list[Generation] = []
+        try:
+            for request in requests:
+                generations.append(service.start(request))
+        except BaseException:
+            cancel_all(generations)
+            raise
+        return generations
+
+
+def _choice(index: int, outcome: Outcome, sampling: SamplingParams) -> TextChoice:
+    logprobs = None
+    if sampling.logprobs is not None:
+        logprobs = completion_logprobs(outcome.logprobs, offset=0, with_top=sampling.logprobs > 0)
+    return TextChoice(index, outcome.text, outcome.finish_reason, outcome.stop_reason, logprobs)
