@@ -33,9 +33,10 @@ class TokenBytes(msgspec.Struct, frozen=True):
 def token_bytes_rule(decoder: dict[str, Any] | None) -> TokenBytes:
     """The rule behind the ``decoder`` of a ``tokenizer.json``.
 
-    Differs from the tokenizers library in one point: a run of byte-fallback tokens that is not valid UTF-8 becomes
+    Differs from the tokenizers library in two points. A run of byte-fallback tokens that is not valid UTF-8 becomes
     U+FFFD as a strict decoder prescribes, where the library replaces every byte of the run, valid ones too, which
-    cannot be done without taking back text that was already streamed.
+    cannot be done without taking back text that was already streamed. And its Metaspace decoder drops every space of
+    the first token, where only the one that encoding put there goes here.
 
     Raises:
         ModelLoadError: a decoder that is not byte-level and not SentencePiece-like.

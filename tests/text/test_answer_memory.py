@@ -1,0 +1,74 @@
+"""Answers are recalled exactly, within their scope only, and memory stays bounded."""
+
+from __future__ import annotations
+
+import random
+
+from chatserve.scope import Scope
+from chatserve.text.answer_memory import AnswerMemory
+
+ONE, TWO = Scope("tenant", "one"), Scope("tenant", "two")
+
+
+def ids(count: int) -> bytes:
+    return bytes(4 * count)
+
+
+def test_only_the_same_scope_and_text_recall() -> None:
+    """Another tenant, another salt, or one more space finds nothing."""
+    memory = AnswerMemory()
+    memory.remember(ONE, "Hello", b"\1\0\0\0")
+    assert memory.recall(ONE, "Hello") == b"\1\0\0\0"
+    assert memory.recall(TWO, "Hello") is None
+    assert memory.recall(Scope("tenant", "one", salt="x"), "Hello") is None
+    assert memory.recall(ONE, "Hello ") is None
+
+
+def test_latest_ids_win() -> None:
+    """The same text generated again with other ids replaces the older ids and their count."""
+    memory = AnswerMemory()
+    memory.remember(ONE, "Hello", ids(5))
+    memory.remember(ONE, "Hello", ids(2))
+    assert memory.recall(ONE, "Hello") == ids(2)
+    assert (len(memory), memory.num_tokens) == (1, 2)
+
+
+def test_least_recently_used_goes_first() -> None:
+    """A recalled answer outlives one that nobody asked for."""
+    memory = AnswerMemory(max_answers=2)
+    memory.remember(ONE, "a", ids(1))
+    memory.remember(ONE, "b", ids(1))
+    assert memory.recall(ONE, "a") is not None
+    memory.remember(ONE, "c", ids(1))
+    assert memory.recall(ONE, "b") is None
+    assert memory.recall(ONE, "a") is not None
+
+
+def test_bounds_hold_under_random_use() -> None:
+    """Entries and tokens never exceed their limits, and the token count is the sum of what is there."""
+    rng = random.Random(8)
+    memory = AnswerMemory(max_answers=20, max_tokens=100)
+    sizes: dict[str, int] = {}
+    for _ in range(5000):
+        text, count = str(rng.randrange(60)), rng.randrange(120)
+        if rng.random() < 0.5:
+            memory.remember(ONE, text, ids(count))
+            sizes[text] = count
+        else:
+            found = memory.recall(ONE, text)
+            assert found is None or len(found) == 4 * sizes[text]
+        assert len(memory) <= 20
+        assert memory.num_tokens <= 100
+    held = [memory.recall(ONE, str(n)) for n in range(60)]
+    assert memory.num_tokens == sum(len(found) // 4 for found in held if found is not None)
+
+
+def test_what_cannot_fit_or_match_is_not_kept() -> None:
+    """An answer beyond the whole budget evicts nothing; an empty text is no key."""
+    memory = AnswerMemory(max_tokens=10)
+    memory.remember(ONE, "a", ids(4))
+    memory.remember(ONE, "b", ids(11))
+    memory.remember(ONE, "", ids(1))
+    assert memory.recall(ONE, "a") == ids(4)
+    assert memory.recall(ONE, "b") is None
+    assert memory.recall(ONE, "") is None
