@@ -332,8 +332,11 @@ class KVCacheManager:
         self.pool.release(blocks)
         if tail is not None:
             self.tree.note_idle(tail)
-        if table.num_published:
-            self.tree.note_idle(blocks[table.num_published - 1])
+        # The deepest block that is still in the tree: a purge may have taken what hung below it.
+        node_of = self.tree.node_of
+        deepest = next((b for b in reversed(blocks[: table.num_published]) if node_of[b] is not None), None)
+        if deepest is not None:
+            self.tree.note_idle(deepest)
         table.blocks = []
         table.num_published = 0
 
