@@ -127,8 +127,7 @@ def test_the_next_turn_begins_with_this_turn(
     for number in range(100):
         messages = [ChatMessage("system", random_text(rng, 5))] if number % 2 else []
         before = b""
-        answers = 0
-        for _ in range(rng.randint(2, 5)):
+        for answers in range(rng.randint(2, 5)):
             messages.append(ChatMessage("user", random_text(rng, rng.randrange(1, 8))))
             prompt = template.render(messages)
             assert prompt.token_ids.startswith(before)
@@ -136,7 +135,6 @@ def test_the_next_turn_begins_with_this_turn(
             generated = [rng.choice(ordinary) for _ in range(rng.randrange(1, 12))]
             answer_ids = b"".join(index.to_bytes(4, "little") for index in generated)
             messages.append(ChatMessage("assistant", tokenizer.decode(generated), token_ids=answer_ids))
-            answers += 1
             before = prompt.token_ids + answer_ids
 
 
@@ -253,7 +251,7 @@ def test_bad_text_and_roles_are_named(tokenizer: Tokenizer, message: ChatMessage
     ],
 )
 def test_templates_that_break_out_are_refused_at_load(tokenizer: Tokenizer, source: str, tmp_path: Path) -> None:
-    """A model folder whose template walks attributes, mutates its input, or reads files does not load or does nothing."""
+    """A folder whose template walks attributes, changes its input, or reads files does not load, or does nothing."""
     (tmp_path / "chat_template.jinja").write_text(source)
     if "include" in source:
         with pytest.raises(InvalidRequestError):
