@@ -30,6 +30,7 @@ from chatserve.server.http_protocol import guarded_protocol
 from chatserve.server.log_setup import configure_logging
 from chatserve.server.metrics import ServerMetrics
 from chatserve.server.origin import OriginPolicy, check_bind
+from chatserve.server.ws_transport import WebSocketProtocol
 from chatserve.text.answer_memory import AnswerMemory
 from chatserve.text.chat_template import ChatTemplate
 from chatserve.text.tokenizer import Tokenizer
@@ -142,7 +143,7 @@ class DrainingServer(uvicorn.Server):
             uvicorn.Config(
                 create_app(context),
                 http=guarded_protocol(config.receive_timeout),
-                ws="websockets-sansio",
+                ws=WebSocketProtocol,
                 ws_per_message_deflate=False,
                 ws_max_size=MAX_WEBSOCKET_FRAME,
                 ws_ping_interval=20,

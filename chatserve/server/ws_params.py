@@ -9,10 +9,10 @@ from __future__ import annotations
 import msgspec
 
 from chatserve.config import ServerConfig
-from chatserve.errors import InvalidRequestError, UnsupportedParameterError
+from chatserve.errors import InvalidRequestError, NotFoundError, UnsupportedParameterError
 from chatserve.sampling_params import SamplingParams
 from chatserve.server.body import decode
-from chatserve.server.parse import check_model, parse_sampling, parse_stop
+from chatserve.server.parse import COMPLETION_FIELDS, check_model, parse_sampling, parse_stop
 from chatserve.server.unsupported import refuse_unsupported
 from chatserve.server.wire import ChatCompletionRequest, MessageParam
 
@@ -53,11 +53,11 @@ def parse_params(raw: msgspec.Raw, model_name: str, vocab_size: int, config: Ser
                 raise UnsupportedParameterError(f"{name} is not for WebSockets; {instead}.", param=name)
         if fields.stream is False:
             raise UnsupportedParameterError("A WebSocket always streams; leave stream out.", param="stream")
-        refuse_unsupported(given, known=_Fields.__struct_fields__, chat=True)
+        refuse_unsupported(given, known=_Fields.__struct_fields__, elsewhere=COMPLETION_FIELDS)
         check_model(fields.model, model_name)
         sampling = parse_sampling(fields, vocab_size)
         stop = parse_stop(fields, config)
-    except InvalidRequestError as error:
+    except (InvalidRequestError, NotFoundError) as error:
         error.param = "params" if error.param is None else f"params.{error.param}"
         raise
     return TurnParams(

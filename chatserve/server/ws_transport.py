@@ -17,6 +17,9 @@ EXTENSION = "chatserve.fail"
 ABORT_SECONDS = 5.0
 """How long a peer has to read the close frame before its connection is cut."""
 
+GOODBYE_SECONDS = 0.25
+"""Between the end of the last answer and the close that ends the server's part."""
+
 
 class WebSocketProtocol(WebSocketsSansIOProtocol):
     """One per connection."""
@@ -38,6 +41,14 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
         self.transport.write(b"".join(self.conn.data_to_send()))
         self.transport.close()
         self.loop.call_later(ABORT_SECONDS, self._abort)
+
+    def shutdown(self) -> None:
+        """The server is going: close with 1012, but let the ends of answers, which came a moment ago, leave first."""
+        self.loop.call_later(GOODBYE_SECONDS if self.handshake_complete else 0, self._shut_down)
+
+    def _shut_down(self) -> None:
+        if not self.disconnected and not self.transport.is_closing():
+            super().shutdown()
 
     def send_receive_event_to_app(self) -> None:
         """Close with 1007, and without a stack trace in the log, where a text is not UTF-8."""
