@@ -156,17 +156,19 @@ class FakeEngineClient:
     """Follows ``script(submission, choice)`` for every request; everything it was asked is in ``submissions``.
 
     Attributes:
-        script: chooses what each choice says; set it before the request.
-        max_running: requests beyond it wait, as in a full batch.
+        script: chooses what each choice says; set it before the request. Of ``max_running`` requests at once the
+            rest wait, as for a full batch.
     """
 
-    def __init__(self, script: Callable[[Submission, int], Script] | Script | None = None) -> None:
+    def __init__(
+        self, script: Callable[[Submission, int], Script] | Script | None = None, *, max_running: int = 1000
+    ) -> None:
         self.script: Callable[[Submission, int], Script] | Script = script or say("Hello!")
         self.submissions: list[Submission] = []
         self.stats = EngineStats(blocks_total=64, blocks_free=64)
         self.restarts = 0
         self.failure = None
-        self.max_running = 1000
+        self._slots = asyncio.Semaphore(max_running)
         self.info = EngineInfo(
             model=MODEL,
             weights_revision="weights-1",
@@ -274,8 +276,11 @@ class FakeEngineClient:
             for choice in range(submission.sampling.n)
         ]
         await asyncio.sleep(scripts[0].start_delay)
-        while self.num_running >= self.max_running:
-            await asyncio.sleep(0.001)
+        async with self._slots:
+            await self._run(stream, scripts)
+
+    async def _run(self, stream: FakeStream, scripts: Sequence[Script]) -> None:
+        submission = stream.submission
         stream.started = True
         stream.put([Started(submission.request_id, len(submission.prompt), scripts[0].cached_tokens)])
         limit = submission.sampling.max_tokens or 10**9

@@ -20,12 +20,15 @@ from chatserve.server.sse import TRANSPORT_KEY
 MAX_URL_BYTES = 16 * 1024
 MAX_HEAD_BYTES = 64 * 1024
 MAX_HEADERS = 128
-MAX_DISCARDED_BYTES = 8 * 1024 * 1024
-"""Of a refused body, how much is read and thrown away so that the client gets to see the refusal."""
+MAX_DISCARDED_BYTES = 16 * 1024 * 1024
+LINGER_SECONDS = 2.0
+"""How much of what follows a refusal, and for how long, is read and thrown away: closing a socket with unread bytes
+resets the connection, and the client might never see the refusal.
+"""
 
 
-class _HeadTooLargeError(Exception):
-    """Raised inside a parser callback; the parser wraps it."""
+class _StopParsingError(Exception):
+    """Raised inside a parser callback, which wraps it and ends in `send_400_response`."""
 
 
 class GuardedHttpProtocol(HttpToolsProtocol):
@@ -41,8 +44,10 @@ class GuardedHttpProtocol(HttpToolsProtocol):
     _in_head = True
     _head_bytes = 0
     _discarded = 0
-    _refused = False
+    _deaf = False
     _head_status = 0
+    _body_complete = True
+    _close_after_response = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -53,13 +58,14 @@ class GuardedHttpProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        if self._refused:
+        if self._deaf:
+            self._discard(len(data))
             return
-        if self._deadline is None and (self.cycle is None or self.cycle.response_complete):
+        if self._deadline is None and not self._busy:
             self._start_deadline()
         was_in_head = self._in_head
         super().data_received(data)
-        if was_in_head and self._in_head and not self._refused:
+        if was_in_head and self._in_head and not self._deaf:
             # The parser keeps an unfinished header to itself, so its bytes are counted here.
             self._head_bytes += len(data)
             if self._head_bytes > MAX_HEAD_BYTES:
@@ -71,41 +77,57 @@ class GuardedHttpProtocol(HttpToolsProtocol):
         super().handle_websocket_upgrade()
 
     def on_message_begin(self) -> None:
+        if self._busy:
+            # Pipelining: the answer under way is the connection's last, and nothing hides the client's leaving.
+            self.cycle.keep_alive = False
+            self._deaf = True
+            raise _StopParsingError
         super().on_message_begin()
         self.scope[TRANSPORT_KEY] = self.transport  # type: ignore[literal-required]
         self._in_head, self._head_bytes, self._discarded = True, 0, 0
+        self._body_complete = False
 
     def on_url(self, url: bytes) -> None:
         super().on_url(url)
         if len(self.url) > MAX_URL_BYTES:
             self._head_status = 414
-            raise _HeadTooLargeError
+            raise _StopParsingError
 
     def on_header(self, name: bytes, value: bytes) -> None:
         super().on_header(name, value)
         self._head_bytes += len(name) + len(value) + 4
         if self._head_bytes > MAX_HEAD_BYTES or len(self.headers) > MAX_HEADERS:
             self._head_status = 431
-            raise _HeadTooLargeError
+            raise _StopParsingError
 
     def on_headers_complete(self) -> None:
         self._in_head = False
         super().on_headers_complete()
+        if not self.parser.should_upgrade() and not self.cycle.keep_alive:
+            # uvicorn would close with the response's last byte, whatever is still unread.
+            self.cycle.keep_alive = True
+            self._close_after_response = True
 
     def on_body(self, body: bytes) -> None:
         if self.cycle.response_complete:
-            self._discarded += len(body)
-            if self._discarded > MAX_DISCARDED_BYTES:
-                self.transport.abort()
-            return
-        super().on_body(body)
+            self._discard(len(body))
+        else:
+            super().on_body(body)
 
     def on_message_complete(self) -> None:
+        self._body_complete = True
         self._stop_deadline()
         super().on_message_complete()
 
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self._close_after_response:
+            self._close()
+
     def send_400_response(self, msg: str) -> None:
         """Refuse what the parser could not take, or close where an answer is on its way already."""
+        if self._deaf:
+            return
         status = self._head_status or 400
         if status == 400:
             self._refuse(InvalidRequestError("This is not a valid HTTP request.", code="invalid_http"), status)
@@ -113,21 +135,40 @@ class GuardedHttpProtocol(HttpToolsProtocol):
             text = "The URL is too long." if status == 414 else "The request headers are too large or too many."
             self._refuse(InvalidRequestError(text, code="headers_too_large"), status)
 
+    @property
+    def _busy(self) -> bool:
+        """Whether a request has arrived that is not answered to the end."""
+        return self.cycle is not None and not self.cycle.response_complete
+
     def _refuse(self, error: ChatserveError, status: int) -> None:
-        self._refused = True
+        self._deaf = True
         self._stop_deadline()
-        cycle = self.cycle
-        busy = cycle is not None and not cycle.response_complete
-        if busy:
-            cycle.disconnected = True
-            cycle.message_event.set()
-        if busy and (cycle.response_started or not cycle.more_body):
-            self.transport.abort()
-            return
+        if self._busy:
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+            if self.cycle.response_started or not self.cycle.more_body:
+                self.transport.abort()
+                return
         response = Response(encode_error(error), status, {"connection": "close"}, media_type="application/json")
         head = [STATUS_LINE[status], *(b"%s: %s\r\n" % pair for pair in response.raw_headers), b"\r\n"]
         self.transport.write(b"".join(head) + bytes(response.body))
-        self.transport.close()
+        self._close()
+
+    def _close(self) -> None:
+        """Close once everything was sent, and once everything was received if more is on its way."""
+        if self._body_complete or self.transport.is_closing():
+            self.transport.close()
+            return
+        self._deaf = True
+        self._unset_keepalive_if_required()
+        self._stop_deadline()
+        self._deadline = self.loop.call_later(LINGER_SECONDS, self.transport.abort)
+        self.transport.write_eof()
+
+    def _discard(self, num_bytes: int) -> None:
+        self._discarded += num_bytes
+        if self._discarded > MAX_DISCARDED_BYTES:
+            self.transport.abort()
 
     def _start_deadline(self) -> None:
         self._stop_deadline()

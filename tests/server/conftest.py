@@ -1,0 +1,25 @@
+"""Fixtures shared by the server's tests."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+
+from tests.fakes import FakeEngineClient, write_tokenizer_folder
+from tests.server.live import LiveServer, live_server
+
+
+@pytest.fixture(scope="session")
+def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A prepared model folder with a byte-level tokenizer and no weights."""
+    return write_tokenizer_folder(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest_asyncio.fixture
+async def live(tiny_folder: Path) -> AsyncIterator[LiveServer]:
+    """A server without keys over a fake engine that says "Hello!"."""
+    async with live_server(tiny_folder, FakeEngineClient()) as server:
+        yield server
