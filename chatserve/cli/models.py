@@ -12,7 +12,8 @@ import time
 import click
 
 from chatserve.errors import ChatserveError
-from chatserve.model.store import Progress, list_models
+from chatserve.model.cache_folder import Progress
+from chatserve.model.store import list_models
 from chatserve.model.store import pull as pull_model
 
 _SECONDS_BETWEEN_UPDATES = 0.1

