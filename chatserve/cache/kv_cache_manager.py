@@ -126,7 +126,8 @@ class KVCacheManager:
 
     def _idle_among(self, blocks: list[int]) -> int:
         # Matched blocks are all cached; idle are those without a second holder.
-        return int(np.count_nonzero(self.pool.refs[blocks] == 1)) if blocks else 0
+        refs = self.pool.refs
+        return sum(1 for block in blocks if refs[block] == 1)
 
     # ------------------------------------------------------------------ taking
 
@@ -220,7 +221,7 @@ class KVCacheManager:
 
     def _num_holders(self, block: int) -> int:
         """Holders that still want the block's content after this plan's copies."""
-        return int(self.pool.refs[block]) - self._copy_sources.count(block)
+        return self.pool.refs[block] - self._copy_sources.count(block)
 
     def extend_match(
         self, table: BlockTable, tokens: bytes, num_computed: int, now: int
@@ -325,16 +326,15 @@ class KVCacheManager:
         full = num_computed // self.block_size
         rest = num_computed % self.block_size
         blocks = table.blocks
-        tail = blocks[full] if rest and self._attached(table) and table.num_published == full else None
-        if tail is not None:
+        if rest and self._attached(table) and table.num_published == full:
             start = full * self.block_size
-            self.tree.publish_tail(table.scopes, blocks[:full], tokens[start : start + rest].tobytes(), tail, now)
+            tail = tokens[start : start + rest].tobytes()
+            self.tree.publish_tail(table.scopes, blocks[:full], tail, blocks[full], now)
         self.pool.release(blocks)
-        if tail is not None:
-            self.tree.note_idle(tail)
-        # The deepest block that is still in the tree: a purge may have taken what hung below it.
+        # The deepest block in the tree, whoever put it there: a fork's tail that a sibling published, or an
+        # earlier block where a purge took what hung below.
         node_of = self.tree.node_of
-        deepest = next((b for b in reversed(blocks[: table.num_published]) if node_of[b] is not None), None)
+        deepest = next((block for block in reversed(blocks) if node_of[block] is not None), None)
         if deepest is not None:
             self.tree.note_idle(deepest)
         table.blocks = []
@@ -351,12 +351,13 @@ class KVCacheManager:
         """Recount holders from the live tables and raise on the first contradiction. For tests."""
         self.pool.check()
         self.tree.check()
-        refs = self.pool.cached.astype(np.int32)
+        refs = [int(cached) for cached in self.pool.cached]
         for table in tables:
             if len(set(table.blocks)) != len(table.blocks):
                 raise RuntimeError("a block is twice in one table")
-            refs[table.blocks] += 1
+            for block in table.blocks:
+                refs[block] += 1
         for source in self._copy_sources:
             refs[source] += 1
-        if (refs != self.pool.refs).any():
+        if refs != self.pool.refs:
             raise RuntimeError("reference counts differ from the holders")

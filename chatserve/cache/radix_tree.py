@@ -363,7 +363,7 @@ class RadixTree:
         heapq.heappush(self._heap, (node.last_used, self._heap_ties, node))
 
     def _evictable(self, node: Node) -> bool:
-        return not node.ordered and bool(node.blocks) and int(self._pool.refs[node.blocks[-1]]) == 1
+        return not node.ordered and bool(node.blocks) and self._pool.refs[node.blocks[-1]] == 1
 
     def evict(self, count: int) -> int:
         """Free up to ``count`` idle blocks, least recently used nodes first, each from its end.
@@ -463,14 +463,14 @@ class RadixTree:
                     _require(child.tokens[:size] == key and child.scope == scope, "child under a wrong key")
                     _require(child.parent is node, "child with another parent")
                     _require(child.start == node.start + len(node.blocks), "child at a wrong depth")
-            held = pool.refs[node.blocks] > 1
-            _require(not (np.diff(held.astype(np.int8)) > 0).any(), "held blocks are not a prefix of the run")
+            held = [pool.refs[block] > 1 for block in node.blocks]
+            _require(held == sorted(held, reverse=True), "held blocks are not a prefix of the run")
             if self._evictable(node):
                 _require(node.queued, "an evictable node is not queued")
             for block in node.blocks:
                 _require(block not in seen and self.node_of[block] is node, "node_of is wrong")
                 seen.add(block)
-        _require(seen == set(np.flatnonzero(pool.cached).tolist()), "cached marks differ from the tree")
+        _require(seen == {b for b, cached in enumerate(pool.cached) if cached}, "cached marks differ from the tree")
         _require(all((n is not None) == (b in seen) for b, n in enumerate(self.node_of)), "node_of keeps a stale node")
 
 

@@ -132,12 +132,11 @@ class EngineCore:
 
     def state(self, call_id: int, busy_seconds: float = 0.0) -> EngineState:
         """The counters beside the pool's counts recomputed from its reference counts."""
-        pool = self.manager.pool
-        held = int(((pool.refs > 1) | ((pool.refs == 1) & ~pool.cached)).sum())
+        held, cached = self.manager.pool.recount()
         return EngineState(
             call_id=call_id,
             stats=msgspec.structs.replace(self.stats(), busy_seconds=busy_seconds),
             recounted_held=held,
-            recounted_cached=int(((pool.refs == 1) & pool.cached).sum()),
+            recounted_cached=cached,
             live_requests=self.scheduler.num_requests,
         )

@@ -6,6 +6,7 @@ operations, not a loop over sequences. Written by `Scheduler` alone.
 
 from __future__ import annotations
 
+from array import array
 from bisect import bisect_left
 
 import numpy as np
@@ -21,6 +22,7 @@ Int32s = npt.NDArray[np.int32]
 class Batch:
     """Rows, and the order in which they are served.
 
+    ``tokens[row]`` is the sequence's own token array, here because the usual step only appends to it.
     Columns (int32 unless said otherwise), meaningful where ``sequences[row]`` is set:
         known, computed: tokens known, and tokens whose KV is in the cache.
         capacity: tokens that may be computed before the block table must change.
@@ -31,12 +33,13 @@ class Batch:
         last_token: the last known token.
         uses_eos (bool): the model's end tokens end this output.
         own_stops (bool): it has stop token ids of its own.
-        forks (bool): the end of its prompt forks into further choices.
         request_ids (int64), choices: whose stream the row's tokens belong to.
     """
 
     def __init__(self, max_num_seqs: int) -> None:
         self.sequences: list[Sequence | None] = [None] * max_num_seqs
+        self.tokens: list[array[int]] = [array("i")] * max_num_seqs
+        self.num_own_stops = 0
         self.known: Int32s = np.zeros(max_num_seqs, np.int32)
         self.computed: Int32s = np.zeros(max_num_seqs, np.int32)
         self.capacity: Int32s = np.zeros(max_num_seqs, np.int32)
@@ -47,7 +50,6 @@ class Batch:
         self.last_token: Int32s = np.zeros(max_num_seqs, np.int32)
         self.uses_eos = np.zeros(max_num_seqs, np.bool_)
         self.own_stops = np.zeros(max_num_seqs, np.bool_)
-        self.forks = np.zeros(max_num_seqs, np.bool_)
         self.request_ids = np.zeros(max_num_seqs, np.int64)
         self.choices: Int32s = np.zeros(max_num_seqs, np.int32)
         self._free_rows = list(range(max_num_seqs - 1, -1, -1))
@@ -80,6 +82,7 @@ class Batch:
         request, sampling = sequence.request, sequence.sampling
         sequence.row = row
         self.sequences[row] = sequence
+        self.tokens[row] = sequence.tokens
         self.known[row] = len(sequence.tokens)
         self.computed[row] = num_computed
         self.max_total[row] = request.max_total
@@ -88,7 +91,7 @@ class Batch:
         self.last_token[row] = sequence.tokens[-1]
         self.uses_eos[row] = not sampling.ignore_eos
         self.own_stops[row] = bool(sampling.stop_token_ids)
-        self.forks[row] = not request.forked
+        self.num_own_stops += bool(sampling.stop_token_ids)
         self.request_ids[row] = request.request_id
         self.choices[row] = sequence.choice
         key = (request.priority_class, sequence.admission)
@@ -105,6 +108,7 @@ class Batch:
         del self._order_keys[at]
         del self._order[at]
         self._order_rows = None
+        self.num_own_stops -= bool(sequence.sampling.stop_token_ids)
         self.sequences[row] = None
         sequence.row = -1
         self._free_rows.append(row)

@@ -33,6 +33,10 @@ class WaitingQueue:
                 if id(sequence) in self._waiting:
                     yield sequence
 
+    def best_class(self) -> int:
+        """The lowest class that may have a waiting sequence; very high if nobody waits."""
+        return min(self._heaps, default=2**63)
+
     def push(self, sequence: Sequence) -> None:
         """Enqueue; a sequence that comes back keeps the place of its request's arrival."""
         request = sequence.request

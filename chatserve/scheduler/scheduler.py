@@ -69,7 +69,7 @@ class _Plan:
         self.fork_samples: list[tuple[int, int]] = []
         self.rows: Int32s = np.empty(0, np.int32)
         self.num_new: Int32s = np.empty(0, np.int32)
-        self.sample_sources: Int32s = np.empty(0, np.int32)
+        self.after: Int32s = np.empty(0, np.int32)
         self.sample_rows: Int32s = np.empty(0, np.int32)
 
 
@@ -106,6 +106,8 @@ class Scheduler:
         self._started: list[Started] = []
         self._finished: list[Finished] = []
         self._plan = _Plan()
+        self._ones = np.ones(config.max_num_seqs, np.int32)
+        self._indices = np.arange(config.max_num_seqs, dtype=np.int32)
 
     # ------------------------------------------------------------------ requests
 
@@ -190,39 +192,45 @@ class Scheduler:
         self._grow_running()
 
         rows = batch.order_rows()
-        pending = batch.known[rows] - batch.computed[rows]
-        chunked = (pending > 1) | batch.forks[rows]
-        decodes = rows[~chunked]
+        known = batch.known[rows]
+        chunked = (known - batch.computed[rows] > 1) | (known == batch.num_prompt[rows])
+        num_chunked = np.count_nonzero(chunked)
+        decodes = rows[~chunked] if num_chunked else rows
         budget = self._config.max_num_batched_tokens - len(decodes)
         if len(decodes):
             budget = min(budget, self._prefill_chunk)
-        for row in rows[chunked].tolist():
+        for row in rows[chunked].tolist() if num_chunked else ():
             if budget <= 0:
                 break
             sequence = batch.sequences[row]
             assert sequence is not None
             budget -= self._run_chunk(sequence, budget)
-        self._admit_waiting(budget)
+        if self._blocked or len(self._queue):
+            self._admit_waiting(budget)
         return self._finish_plan(plan, decodes)
 
     def _finish_plan(self, plan: _Plan, decodes: Int32s) -> SchedulerOutput | None:
         batch = self._batch
-        if not len(decodes) and not plan.chunk_rows:
+        if plan.chunk_rows:
+            plan.rows = np.concatenate((decodes, np.array(plan.chunk_rows, np.int32)))
+            plan.num_new = np.concatenate((self._ones[: len(decodes)], np.array(plan.chunk_sizes, np.int32)))
+            computed = batch.computed[plan.rows]
+            plan.after = computed + plan.num_new
+            sources = np.flatnonzero(plan.after == batch.known[plan.rows]).astype(np.int32)
+            plan.sample_rows = plan.rows[sources]
+            if plan.fork_samples:
+                index_of = {row: index for index, row in enumerate(plan.rows.tolist())}
+                forked = np.array([(index_of[parent], child) for parent, child in plan.fork_samples], np.int32)
+                sources = np.concatenate((sources, forked[:, 0]))
+                plan.sample_rows = np.concatenate((plan.sample_rows, forked[:, 1]))
+        elif len(decodes):
+            plan.rows = plan.sample_rows = decodes
+            plan.num_new = self._ones[: len(decodes)]
+            sources = self._indices[: len(decodes)]
+            computed = batch.computed[decodes]
+            plan.after = computed + 1
+        else:
             return None
-        plan.rows = np.concatenate((decodes, np.array(plan.chunk_rows, np.int32)))
-        plan.num_new = np.concatenate((np.ones(len(decodes), np.int32), np.array(plan.chunk_sizes, np.int32)))
-        computed = batch.computed[plan.rows]
-        after = computed + plan.num_new
-        sources = np.flatnonzero(after == batch.known[plan.rows]).astype(np.int32)
-        sample_rows = plan.rows[sources]
-        if plan.fork_samples:
-            index_of = {row: index for index, row in enumerate(plan.rows.tolist())}
-            forked = np.array([(index_of[parent], child) for parent, child in plan.fork_samples], np.int32)
-            sources = np.concatenate((sources, forked[:, 0]))
-            sample_rows = np.concatenate((sample_rows, forked[:, 1]))
-        plan.sample_sources, plan.sample_rows = sources, sample_rows
-        prompt_part = np.minimum(after, batch.num_prompt[plan.rows]) - computed
-        self.counters.computed_prompt_tokens += int(prompt_part[prompt_part > 0].sum())
         changes = np.array(self._table_changes, np.int32).reshape(-1, 3)
         freed = np.array(self._freed_rows, np.int32).tobytes()
         self._table_changes.clear()
@@ -240,23 +248,24 @@ class Scheduler:
             num_new=plan.num_new.tobytes(),
             token_ids=batch.last_token[decodes].tobytes() + b"".join(plan.chunk_tokens),
             sample_sources=sources.tobytes(),
-            sample_rows=sample_rows.tobytes(),
+            sample_rows=plan.sample_rows.tobytes(),
         )
 
     def update(self, output: ModelRunnerOutput) -> StepNews:
         """Take the worker's answer to the plan that `schedule` returned last."""
         plan, batch, manager = self._plan, self._batch, self.manager
         manager.finish_step()
-        batch.computed[plan.rows] += plan.num_new
+        batch.computed[plan.rows] = plan.after
         tokens = np.frombuffer(output.tokens, np.int32)
         rows = plan.sample_rows
         logprobs = output.logprobs
         refused: set[int] = set()
         if output.failed:
             refused = self._fail_rows(output.failed)
-        valid = (tokens >= 0) & (tokens < self._vocab_size)
-        if not valid.all():
-            refused |= self._fail_samples(rows[~valid])
+        # As unsigned numbers, negative ids are beyond the vocabulary too.
+        invalid = tokens.view(np.uint32) >= self._vocab_size
+        if np.count_nonzero(invalid):
+            refused |= self._fail_samples(rows[invalid])
         if refused:
             keep = [i for i, row in enumerate(rows.tolist()) if row not in refused]
             rows, tokens = rows[keep], tokens[keep]
@@ -266,13 +275,11 @@ class Scheduler:
         known = batch.known[rows] + 1
         batch.known[rows] = known
         batch.last_token[rows] = tokens
-        sequences = batch.sequences
+        row_tokens = batch.tokens
         for row, token in zip(rows.tolist(), tokens.tolist(), strict=True):
-            sequence = sequences[row]
-            assert sequence is not None
-            sequence.tokens.append(token)
+            row_tokens[row].append(token)
         self.counters.generation_tokens += len(rows)
-        self._publish(plan.rows)
+        self._publish(plan)
 
         news = StepNews(batch.request_ids[rows].tobytes(), batch.choices[rows].tobytes(), tokens.tobytes(), logprobs)
         self._finish_outputs(rows, tokens, known)
@@ -290,9 +297,9 @@ class Scheduler:
         self._started.clear()
         self._finished.clear()
 
-    def _publish(self, rows: Int32s) -> None:
+    def _publish(self, plan: _Plan) -> None:
         batch = self._batch
-        due = rows[batch.computed[rows] >= batch.publish_at[rows]]
+        due = plan.rows[plan.after >= batch.publish_at[plan.rows]]
         for row in due.tolist():
             sequence = batch.sequences[row]
             if sequence is None or sequence.table is None:
@@ -301,7 +308,7 @@ class Scheduler:
             changes = self.manager.publish(table, sequence.tokens, int(batch.computed[row]), self.step)
             self._note_changes(row, changes)
             batch.publish_at[row] = self._next_publication(table)
-        for parent_row, child_row in self._plan.fork_samples:
+        for parent_row, child_row in plan.fork_samples:
             parent, child = batch.sequences[parent_row], batch.sequences[child_row]
             if parent is not None and parent.table and child is not None and child.table:
                 self._note_changes(child_row, self.manager.follow(child.table, parent.table))
@@ -319,11 +326,13 @@ class Scheduler:
     def _finish_outputs(self, rows: Int32s, tokens: Int32s, known: Int32s) -> None:
         batch = self._batch
         stopped = self._is_eos[tokens] & batch.uses_eos[rows]
-        for i in np.flatnonzero(batch.own_stops[rows]).tolist():
-            sequence = batch.sequences[rows[i]]
-            assert sequence is not None
-            stopped[i] |= int(tokens[i]) in sequence.sampling.stop_token_ids
-        stopped &= known > batch.stop_after[rows]
+        if batch.num_own_stops:
+            for i in np.flatnonzero(batch.own_stops[rows]).tolist():
+                sequence = batch.sequences[rows[i]]
+                assert sequence is not None
+                stopped[i] |= int(tokens[i]) in sequence.sampling.stop_token_ids
+        if np.count_nonzero(stopped):
+            stopped &= known > batch.stop_after[rows]
         ended = stopped | (known >= batch.max_total[rows])
         for i in np.flatnonzero(ended).tolist():
             sequence = batch.sequences[rows[i]]
@@ -428,9 +437,13 @@ class Scheduler:
 
     def _make_room_for_better_class(self) -> None:
         """Slots and memory for the next sequence, at the cost of a running one of a strictly worse class."""
-        head = self._next_waiting()
         batch = self._batch
-        if head is None or not len(batch) or batch.order[-1].request.priority_class <= head.request.priority_class:
+        if not len(batch) or not (self._blocked or len(self._queue)):
+            return
+        worst = batch.order[-1].request.priority_class
+        best = min(self._queue.best_class(), *(s.request.priority_class for s in self._blocked), worst)
+        head = self._next_waiting() if best < worst else None
+        if head is None or head.request.priority_class >= worst:
             return
         while not batch.num_free_rows or self._lacks_memory(head):
             victim = pick_slot_victim(batch.order, head.request.priority_class, self.step - QUANTUM_STEPS)
@@ -508,7 +521,8 @@ class Scheduler:
         plan.chunk_rows.append(row)
         plan.chunk_sizes.append(size)
         plan.chunk_tokens.append(tokens[computed * 4 : (computed + size) * 4])
-        if self._batch.forks[row] and computed + size == len(sequence.tokens):
+        self.counters.computed_prompt_tokens += max(0, min(size, sequence.request.num_prompt - computed))
+        if not sequence.request.forked and computed + size == len(sequence.tokens):
             self._fork(sequence)
         return size
 
@@ -517,7 +531,6 @@ class Scheduler:
         request = parent.request
         request.forked = True
         batch = self._batch
-        batch.forks[parent.row] = False
         assert parent.table is not None
         for choice in range(1, request.sampling.n):
             child = self._add_sequence(request, choice)
