@@ -81,7 +81,7 @@ async def _run(config: Config, child: EngineChild) -> None:
     try:
         from chatserve.server import run
 
-        await run.serve(config, engine)
+        await run.serve(config, engine, on_listening=_announce_url)
     finally:
         given_up.cancel()
         await engine.close()
@@ -95,10 +95,13 @@ async def _stop_when_given_up(engine: EngineClient) -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
+def _announce_url(url: str) -> None:
+    click.echo(f"Listening on {url} (API at {url}/v1); the model is loading", err=True)
+
+
 def _announce(engine: EngineClient, ready: bool) -> None:
     if not ready:
-        click.echo("The engine is not ready; see the log.", err=True)
-        return
+        return  # the supervisor logs why
     info = engine.info
     kv_bytes = info.num_blocks * info.block_size * info.kv_bytes_per_token
     click.echo(

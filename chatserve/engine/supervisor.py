@@ -187,6 +187,7 @@ class _Session:
         self._ready = ready
         self._loop = asyncio.get_running_loop()
         self._lost = asyncio.Event()
+        self._suspect = False
         self._ready_since: float | None = None
         self._last_beat = self._last_frame = self._last_look = self._loop.time()
         decoder: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine)
@@ -272,7 +273,11 @@ class _Session:
         if late > 1.0:  # this loop itself was held up, and may not have read what is there
             self._last_beat = self._last_frame = now
         silence = now - self._last_beat
-        self._listener.set_ready(silence < self._limits.suspect_after)
+        suspect = silence > self._limits.suspect_after
+        if suspect and not self._suspect:
+            logger.warning("the engine gives no sign of life; it is not ready until it does")
+        self._suspect = suspect
+        self._listener.set_ready(not suspect)
         if silence > self._limits.dead_after:
             self._declare_dead(f"gave no sign of life for {silence:.0f} s")
         elif self._listener.has_pending_work and now - self._last_frame > self._limits.step_deadline:

@@ -14,7 +14,7 @@ import select
 import socket
 import struct
 from collections.abc import Callable
-from typing import Generic, TypeVar
+from typing import Generic, TypeVar, cast
 
 import msgspec
 
@@ -205,8 +205,8 @@ class AsyncChannel(asyncio.Protocol, Generic[Message]):
             self._transport.abort()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.WriteTransport)
-        self._transport = transport
+        # A cast and no check: uvloop's transports are not subclasses of asyncio's.
+        self._transport = cast(asyncio.WriteTransport, transport)
 
     def data_received(self, data: bytes) -> None:
         try:

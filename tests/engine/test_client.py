@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import gc
 import itertools
 import os
@@ -12,10 +13,11 @@ import subprocess
 import sys
 import time
 from array import array
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from pathlib import Path
 
 import pytest
+import uvloop
 
 from chatserve.config import CacheConfig, EngineConfig, ModelConfig
 from chatserve.engine.client import Delta, EngineClient, EngineStream, Event
@@ -40,6 +42,17 @@ CONFIG = EngineConfig(executor=EXECUTOR, cache=CacheConfig(num_blocks=256))
 SCOPES = (Scope("public"), Scope("tenant", "a"))
 
 _salts = itertools.count(step=37)
+
+
+def on_uvloop(test: Callable[..., Coroutine[None, None, None]]) -> Callable[..., None]:
+    """Run a test on the loop that production runs on; `test_transport` runs on asyncio's own."""
+
+    @functools.wraps(test)
+    def run(*args: object, **kwargs: object) -> None:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(test(*args, **kwargs))
+
+    return run
 
 
 @pytest.fixture(autouse=True)
@@ -107,7 +120,7 @@ def is_alive(pid: int) -> bool:
     return False
 
 
-@pytest.mark.asyncio
+@on_uvloop
 async def test_streams_deliver_their_own_tokens_in_order() -> None:
     """Thirty concurrent requests of different lengths: each gets its tokens, whole and in order, and one end."""
     async with running() as client:
@@ -122,7 +135,7 @@ async def test_streams_deliver_their_own_tokens_in_order() -> None:
         await until(lambda: client.stats.num_running == 0 and client.stats.steps > 0)
 
 
-@pytest.mark.asyncio
+@on_uvloop
 async def test_every_choice_has_its_own_end() -> None:
     """With n=3 each choice streams its tokens and finishes once."""
     async with running() as client:
@@ -133,7 +146,7 @@ async def test_every_choice_has_its_own_end() -> None:
             assert [e.choice for e in events if isinstance(e, Finished)].count(choice) == 1
 
 
-@pytest.mark.asyncio
+@on_uvloop
 async def test_abort_ends_the_stream_and_frees_the_engine() -> None:
     """Abort is immediate here, idempotent, and leaves nothing running or held in the engine."""
     async with running() as client:
@@ -148,7 +161,7 @@ async def test_abort_ends_the_stream_and_frees_the_engine() -> None:
         assert state.recounted_held == state.stats.blocks_held == 0
 
 
-@pytest.mark.asyncio
+@on_uvloop
 async def test_a_dropped_stream_aborts_its_request() -> None:
     """A handler that dies without cleaning up leaves no request behind."""
     async with running() as client:
@@ -161,7 +174,7 @@ async def test_a_dropped_stream_aborts_its_request() -> None:
             assert time.monotonic() < deadline, "the request lives on"
 
 
-@pytest.mark.asyncio
+@on_uvloop
 async def test_the_kernel_kills_the_engine() -> None:
     """kill -9 in mid-stream: every choice of every stream ends within 2 s, readiness flips, the next engine serves."""
     async with running() as client:
@@ -192,7 +205,7 @@ async def test_the_kernel_kills_the_engine() -> None:
         assert client.restarts == 1
 
 
-@pytest.mark.asyncio
+@on_uvloop
 @pytest.mark.parametrize("kind", [RAISES, EXITS])
 async def test_an_executor_that_fails_ends_streams_and_is_replaced(kind: int) -> None:
     """An exception or exit inside a step is the engine's end, said to every stream, and not the server's end."""
@@ -208,7 +221,7 @@ async def test_an_executor_that_fails_ends_streams_and_is_replaced(kind: int) ->
         assert_right(await read_all(submit(client, GOOD)), 20, 8)
 
 
-@pytest.mark.asyncio
+@on_uvloop
 async def test_a_stopped_engine_is_suspected_then_replaced() -> None:
     """SIGSTOP: not ready soon, streams end when patience does, a new engine serves, the stopped one is gone."""
     async with running(limits=Limits(suspect_after=1.2, dead_after=2.5)) as client:
@@ -227,7 +240,7 @@ async def test_a_stopped_engine_is_suspected_then_replaced() -> None:
         assert_right(await read_all(submit(client, GOOD)), 20, 8)
 
 
-@pytest.mark.asyncio
+@on_uvloop
 async def test_a_short_stop_is_forgiven() -> None:
     """An engine that comes back before patience ends is ready again, and its streams lose nothing."""
     async with running(limits=Limits(suspect_after=1.2, dead_after=20)) as client:
@@ -242,7 +255,7 @@ async def test_a_short_stop_is_forgiven() -> None:
         assert client.restarts == 0
 
 
-@pytest.mark.asyncio
+@on_uvloop
 async def test_a_step_that_hangs_is_replaced_though_the_process_lives() -> None:
     """The heartbeat goes on while the step hangs: the step deadline ends it."""
     async with running(limits=Limits(step_deadline=1.0)) as client:
@@ -255,7 +268,7 @@ async def test_a_step_that_hangs_is_replaced_though_the_process_lives() -> None:
         assert_right(await read_all(submit(client, GOOD)), 20, 8)
 
 
-@pytest.mark.asyncio
+@on_uvloop
 async def test_a_model_that_cannot_load_is_not_tried_twice() -> None:
     """What the loader says reaches whoever waits, as the error it was."""
     client = EngineClient(EngineConfig(executor=UNLOADABLE, model=ModelConfig(path="/models/none")))
@@ -266,7 +279,7 @@ async def test_a_model_that_cannot_load_is_not_tried_twice() -> None:
     await client.close()
 
 
-@pytest.mark.asyncio
+@on_uvloop
 async def test_a_crash_loop_is_bounded() -> None:
     """An engine that dies each time it loads is given up after the set number of tries."""
     client = EngineClient(
@@ -280,7 +293,7 @@ async def test_a_crash_loop_is_bounded() -> None:
     await client.close()
 
 
-@pytest.mark.asyncio
+@on_uvloop
 async def test_other_executors_are_for_tests_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """A configuration file cannot make a production engine import a module of its choice."""
     monkeypatch.delenv("CHATSERVE_TEST")
@@ -291,7 +304,7 @@ async def test_other_executors_are_for_tests_only(monkeypatch: pytest.MonkeyPatc
     await client.close()
 
 
-@pytest.mark.asyncio
+@on_uvloop
 async def test_close_ends_streams_and_leaves_no_process() -> None:
     """After `close` every stream has its end and the engine is reaped; closing twice is closing once."""
     async with running() as client:
@@ -304,7 +317,7 @@ async def test_close_ends_streams_and_leaves_no_process() -> None:
     await client.close()
 
 
-@pytest.mark.asyncio
+@on_uvloop
 async def test_twenty_lives_leave_nothing_behind() -> None:
     """Twenty engines started and killed or closed: descriptors and shared memory as before."""
 
@@ -323,7 +336,7 @@ async def test_twenty_lives_leave_nothing_behind() -> None:
 
 
 PARENT = """
-import asyncio, sys
+import asyncio, sys, uvloop
 from chatserve.engine.client import EngineClient
 from tests.engine.test_client import CONFIG, SLOW, HANGS, submit
 
@@ -342,7 +355,8 @@ async def main():
     print(client.info.pid, flush=True)
     await asyncio.sleep(60)
 
-asyncio.run(main())
+with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+    runner.run(main())
 """
 
 
@@ -360,7 +374,7 @@ def test_no_orphan_after_the_api_process_is_killed(state: str) -> None:
             time.sleep(0.02)
 
 
-@pytest.mark.asyncio
+@on_uvloop
 async def test_signals_of_the_terminal_do_not_end_the_engine() -> None:
     """Ctrl-C and a group-wide SIGTERM are for the API process, which drains before it stops its engine."""
     async with running() as client:
