@@ -79,14 +79,20 @@ def convert(source: Path, target: Path, report: Report) -> None:
     Raises:
         ModelLoadError: the file is no readable GGUF, or its architecture, tokenizer or a tensor is not supported.
     """
-    report("read", 0, 1)
     try:
-        reader = gguf.GGUFReader(str(source))
-    except (ValueError, KeyError, IndexError, OSError, OverflowError, MemoryError) as error:
+        _convert(source, target, report)
+    except ModelLoadError:
+        raise
+    except Exception as error:  # a damaged file leads numpy, gguf and tokenizers into whatever they raise
         raise ModelLoadError(
-            f"{source.name} is not a readable GGUF file ({error}); download it again. "
+            f"{source.name} is not a readable GGUF file ({type(error).__name__}: {error}); download it again. "
             "Files that were split into parts must be merged first (llama-gguf-split --merge)."
         ) from error
+
+
+def _convert(source: Path, target: Path, report: Report) -> None:
+    report("read", 0, 1)
+    reader = gguf.GGUFReader(str(source))
     meta = Metadata(reader.fields)
     tensors = {tensor.name: tensor for tensor in reader.tensors}
     config = model_config(meta, tensors)

@@ -93,7 +93,11 @@ class Tokenizer:
             if (path / name).is_file():
                 digest.update((path / name).read_bytes())
         try:
-            definition = msgspec.json.decode(file.read_bytes(), type=dict[str, Any])
+            sections = msgspec.json.decode(file.read_bytes(), type=dict[str, msgspec.Raw])
+            # The vocabulary, nearly all of the file, is only passed on to the library: left unparsed here.
+            definition = {
+                name: section if name == "model" else msgspec.json.decode(section) for name, section in sections.items()
+            }
         except msgspec.DecodeError as error:
             raise ModelLoadError(f"{file} cannot be read ({error}); fetch the model again.") from error
         config = read_json(path / "config.json")

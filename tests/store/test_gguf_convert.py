@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -260,3 +262,23 @@ def test_damaged_files_are_refused(tmp_path: Path, damage: str) -> None:
     )
     with pytest.raises(ModelLoadError, match=r"model\.gguf"):
         prepare(source, tmp_path / "out")
+
+
+def test_random_damage_is_one_typed_error(tmp_path: Path) -> None:
+    """Changed bytes anywhere in a file lead to a model or to a typed error, never to a traceback."""
+    source = tmp_path / "model.gguf"
+    write_gguf(source)
+    content = source.read_bytes()
+    rng = random.Random(13)
+    refused = 0
+    for number in range(60):
+        damaged = bytearray(content)
+        for _ in range(rng.randint(1, 4)):
+            damaged[rng.randrange(rng.choice([100, 2000, 30_000]))] = rng.randrange(256)
+        source.write_bytes(damaged)
+        try:
+            with warnings.catch_warnings(action="ignore"):
+                prepare(source, tmp_path / str(number))
+        except ModelLoadError:
+            refused += 1
+    assert 20 < refused <= 60
