@@ -108,8 +108,9 @@ class Writer:
         self._idle.clear()
         self._wake.set()
         # A write that is under way while news arrives is waiting for the peer: only then does pending mean slow.
-        if self._stalled is not None and self.pending_bytes > self._max_pending_bytes:
-            self._stalled.reschedule(asyncio.get_running_loop().time())
+        stalled = self._stalled
+        if stalled is not None and not stalled.expired() and self.pending_bytes > self._max_pending_bytes:
+            stalled.reschedule(asyncio.get_running_loop().time())
 
     async def _write_control(self) -> None:
         while self._control:

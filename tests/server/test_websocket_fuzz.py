@@ -51,6 +51,10 @@ FIELDS = st.fixed_dictionaries(
 )
 TYPES = st.sampled_from(["hello", "chat.send", "gen.cancel", "gen.attach", "sub", "ping", "welcome", "ack", ""])
 COMMANDS = st.tuples(TYPES | st.text(max_size=10), FIELDS)
+GOOD = st.tuples(
+    st.just("chat.send"),
+    st.fixed_dictionaries({"content": st.text(max_size=30)}, optional={"params": st.just({"n": 2}), "later": VALUES}),
+)
 RAW = st.text(max_size=60) | st.binary(max_size=20) | VALUES.map(json.dumps) | FIELDS.map(json.dumps)
 ALLOWED_CODES = {None, 1000, 1003, 4400, 4429}
 
@@ -86,7 +90,7 @@ def test_any_frames(tiny_folder: Path, capfd: pytest.CaptureFixture[str]) -> Non
         try:
 
             @settings(max_examples=80, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
-            @given(st.lists(COMMANDS | RAW, max_size=12), st.booleans())
+            @given(st.lists(COMMANDS | GOOD | RAW, max_size=12), st.booleans())
             def check(frames: list[Any], greet: bool) -> None:
                 runner.run(converse(live, frames, greet))
 
