@@ -74,7 +74,7 @@ def bench_step(rng: random.Random) -> dict[str, float]:
     for i in range(WAITING - 1):
         scheduler.add(request(20_000 + i, 64, 64))
     times = [run_step() for _ in range(STEPS)]
-    if scheduler.num_running != RUNNING or scheduler.num_waiting < WAITING:
+    if len(scheduler.batch) != RUNNING or len(scheduler.waiting) < WAITING:
         raise RuntimeError("not the state this benchmark is about")
     return {
         "median": statistics.median(times) * 1e6,

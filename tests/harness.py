@@ -11,6 +11,7 @@ from chatserve.config import CacheConfig, EngineConfig, ModelConfig, SchedulerCo
 from chatserve.engine.core import EngineCore
 from chatserve.engine.protocol import AddRequest, StepFrame
 from chatserve.sampling_params import SamplingParams
+from chatserve.scheduler.invariants import check_scheduler
 from chatserve.scope import Scope
 from tests.oracle import OracleExecutor, expected_output, oracle_info
 
@@ -135,7 +136,7 @@ class Harness:
             assert stream.reasons[end.choice] is None, "two terminal events"
             stream.reasons[end.choice] = end.reason
             stream.errors[end.choice] = end.error_code
-        self.core.scheduler.check()
+        check_scheduler(self.core.scheduler)
         return frame
 
     def run(self, *streams: Stream, limit: int = 5000) -> int:

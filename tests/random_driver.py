@@ -21,6 +21,7 @@ from chatserve.config import CacheConfig, EngineConfig, ModelConfig, SchedulerCo
 from chatserve.engine.core import EngineCore
 from chatserve.engine.protocol import AddRequest, StepFrame
 from chatserve.sampling_params import SamplingParams
+from chatserve.scheduler.invariants import check_scheduler
 from chatserve.scope import Scope
 from tests.oracle import OracleExecutor, expected_output, oracle_info
 
@@ -224,7 +225,7 @@ class Storm:
         assert not self.core.has_work, "the engine is wedged"
         assert not self.live, "a request was forgotten"
         assert self.core.manager.pool.num_held == 0, "blocks leaked"
-        self.core.scheduler.check()
+        check_scheduler(self.core.scheduler)
 
     def report(self) -> dict[str, int]:
         """What the storm contained."""
@@ -248,7 +249,7 @@ def run_storm(operations: int, seed: int, *, full_check_every: int = 1000, progr
             storm.operate()
             storm.check_counts()
             if index % full_check_every == 0:
-                storm.core.scheduler.check()
+                check_scheduler(storm.core.scheduler)
         except Exception as error:
             raise AssertionError(f"seed {seed}, operation {index}: {error}") from error
         if progress and index % 50_000 == 0:

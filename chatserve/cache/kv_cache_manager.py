@@ -85,7 +85,7 @@ class KVCacheManager:
         self.num_copies = 0
         self.num_partial_hits = 0
         self._copies: list[int] = []
-        self._copy_sources: list[int] = []
+        self.copy_sources: list[int] = []
         self._epochs: dict[int, int] = {}
 
     # ------------------------------------------------------------------ questions
@@ -177,7 +177,7 @@ class KVCacheManager:
     def _plan_copy(self, source: int, destination: int) -> None:
         """Copy a block before the forward; the caller has acquired ``source``, which stays held until then."""
         self._copies += (source, destination)
-        self._copy_sources.append(source)
+        self.copy_sources.append(source)
         self.num_copies += 1
 
     def take_copies(self) -> bytes:
@@ -188,10 +188,10 @@ class KVCacheManager:
 
     def finish_step(self) -> None:
         """The plan that contained the taken copies has run: their sources are released."""
-        for source in self._copy_sources:
+        for source in self.copy_sources:
             self.pool.release([source])
             self.tree.note_idle(source)
-        self._copy_sources.clear()
+        self.copy_sources.clear()
 
     def grow(self, table: BlockTable, num_tokens: int) -> list[TableChange] | None:
         """Make positions up to ``num_tokens`` writable: add blocks, and copy a shared last block first.
@@ -221,7 +221,7 @@ class KVCacheManager:
 
     def _num_holders(self, block: int) -> int:
         """Holders that still want the block's content after this plan's copies."""
-        return self.pool.refs[block] - self._copy_sources.count(block)
+        return self.pool.refs[block] - self.copy_sources.count(block)
 
     def extend_match(
         self, table: BlockTable, tokens: bytes, num_computed: int, now: int
@@ -344,20 +344,3 @@ class KVCacheManager:
         """Forget everything a scope has cached; sequences admitted before publish nothing there any more."""
         self._epochs[scope] = self._epochs.get(scope, 0) + 1
         self.tree.drop_scope(scope)
-
-    # ------------------------------------------------------------------ proof
-
-    def check(self, tables: list[BlockTable]) -> None:
-        """Recount holders from the live tables and raise on the first contradiction. For tests."""
-        self.pool.check()
-        self.tree.check()
-        refs = [int(cached) for cached in self.pool.cached]
-        for table in tables:
-            if len(set(table.blocks)) != len(table.blocks):
-                raise RuntimeError("a block is twice in one table")
-            for block in table.blocks:
-                refs[block] += 1
-        for source in self._copy_sources:
-            refs[source] += 1
-        if refs != self.pool.refs:
-            raise RuntimeError("reference counts differ from the holders")

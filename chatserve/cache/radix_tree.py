@@ -12,43 +12,15 @@ tree leads only `node_of`, which splits keep true.
 
 from __future__ import annotations
 
-import heapq
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
 from chatserve.cache.block_pool import BlockPool
+from chatserve.cache.eviction import EvictionOrder, Node
 
 TOKEN_BYTES = 4
-
-
-class Node:
-    """One edge and the node below it.
-
-    Attributes:
-        scope: interned scope that owns the run; -1 only at the root.
-        start: depth of the run's first block, in blocks from the root.
-        tokens: int32 bytes of the run. Shorter than a block only in a partial node, which is a leaf.
-        blocks: the run's block ids.
-        children: (scope, hash of first block) to the nodes of that bucket; whole-block children only.
-        ordered: per scope the first blocks' bytes and the nodes, sorted; partial children too.
-        last_used: logical time of the last match or release that passed here.
-        queued: an entry of the eviction heap points here.
-    """
-
-    __slots__ = ("blocks", "children", "last_used", "ordered", "parent", "queued", "scope", "start", "tokens")
-
-    def __init__(self, parent: Node | None, scope: int, start: int, tokens: bytearray, blocks: list[int]) -> None:
-        self.parent = parent
-        self.scope = scope
-        self.start = start
-        self.tokens = tokens
-        self.blocks = blocks
-        self.children: dict[tuple[int, int], list[Node]] = {}
-        self.ordered: dict[int, tuple[list[bytes], list[Node]]] = {}
-        self.last_used = 0
-        self.queued = False
 
 
 class Match:
@@ -76,15 +48,13 @@ class RadixTree:
     """Maps token prefixes to blocks of one pool."""
 
     def __init__(self, pool: BlockPool, block_size: int, hash_block: Callable[[bytes], int]) -> None:
-        self._pool = pool
-        self._block_size = block_size
-        self._block_bytes = block_size * TOKEN_BYTES
+        self.pool = pool
+        self.block_bytes = block_size * TOKEN_BYTES
         self._hash = hash_block
         self.root = Node(None, -1, 0, bytearray(), [])
         self.node_of: list[Node | None] = [None] * pool.num_blocks
         self.num_evictions = 0
-        self._heap: list[tuple[int, int, Node]] = []
-        self._heap_ties = 0
+        self._order = EvictionOrder(self.is_evictable)
 
     # ------------------------------------------------------------------ lookup
 
@@ -107,14 +77,14 @@ class RadixTree:
                 child, same = self._best_child(node, scopes[index], tokens, pos)
                 if child is None:
                     continue
-                full = same // self._block_bytes
+                full = same // self.block_bytes
                 if pos + same > best_bytes:
                     best_bytes = pos + same
                     if full:
                         best_node, best_full = child, full
                     else:
                         best_node, best_full = node, len(node.blocks)
-                    tail = child if same % self._block_bytes else None
+                    tail = child if same % self.block_bytes else None
                     tail_index = full
                 if full == len(child.blocks):
                     deeper.append((child, pos + same, index))
@@ -124,14 +94,14 @@ class RadixTree:
         self._touch(tail or best_node, now)
         if tail is None:
             return Match(blocks, best_bytes // TOKEN_BYTES, None, 0, False)
-        tail_bytes = best_bytes - len(blocks) * self._block_bytes
+        tail_bytes = best_bytes - len(blocks) * self.block_bytes
         takeable = tail.scope == scopes[-1] and len(tail.tokens) == tail_bytes and len(tail.blocks) == 1
         return Match(blocks, best_bytes // TOKEN_BYTES, tail.blocks[tail_index], tail_bytes // TOKEN_BYTES, takeable)
 
     def _best_child(self, node: Node, scope: int, tokens: bytes, pos: int) -> tuple[Node | None, int]:
         """The child of ``node`` in ``scope`` that shares most with ``tokens[pos:]``, and how many bytes."""
-        first = tokens[pos : pos + self._block_bytes]
-        if len(first) == self._block_bytes:
+        first = tokens[pos : pos + self.block_bytes]
+        if len(first) == self.block_bytes:
             child = self._child(node, scope, first)
             if child is not None:
                 return child, common_prefix(child.tokens, 0, tokens, pos)
@@ -193,7 +163,7 @@ class RadixTree:
         Returns:
             The tree's block for each position of the run.
         """
-        size = self._block_bytes
+        size = self.block_bytes
         node = self.root
         if prefix:
             held = self.node_of[prefix[-1]]
@@ -241,7 +211,7 @@ class RadixTree:
             node = held
         offset = len(prefix) - node.start
         if offset < len(node.blocks):
-            if common_prefix(node.tokens, offset * self._block_bytes, tokens, 0) == len(tokens):
+            if common_prefix(node.tokens, offset * self.block_bytes, tokens, 0) == len(tokens):
                 return False
             node = self._split(node, offset)
         for scope in scopes:
@@ -251,7 +221,7 @@ class RadixTree:
         self._drop_covered_partials(node, scopes[-1], tokens)
         child = Node(node, scopes[-1], node.start + len(node.blocks), bytearray(tokens), [block])
         self._link(child)
-        self._pool.hold_cached(child.blocks)
+        self.pool.hold_cached(child.blocks)
         self.node_of[block] = child
         self._touch(child, now)
         return True
@@ -264,13 +234,13 @@ class RadixTree:
         self._unlink(node)
         self.node_of[block] = None
         node.blocks = []
-        self._pool.hand_over(block)
-        self._note_leaf(node.parent)
+        self.pool.hand_over(block)
+        self._note_parent(node)
 
     def _append(self, node: Node, scope: int, tokens: bytes, blocks: list[int]) -> Node:
         """Add a run below ``node``: in place where ``node`` is a leaf of the same scope, else as a child."""
         self._drop_covered_partials(node, scope, tokens)
-        self._pool.hold_cached(blocks)
+        self.pool.hold_cached(blocks)
         if node is not self.root and node.scope == scope and not node.ordered:
             node.tokens += tokens
             node.blocks += blocks
@@ -288,10 +258,10 @@ class RadixTree:
         if entry is None:
             return
         keys, nodes = entry
-        first = tokens[: self._block_bytes]
+        first = tokens[: self.block_bytes]
         at = bisect_left(keys, first) - 1
         while at >= 0 and keys[at][:TOKEN_BYTES] == first[:TOKEN_BYTES]:
-            if len(keys[at]) < self._block_bytes and first.startswith(keys[at]):
+            if len(keys[at]) < self.block_bytes and first.startswith(keys[at]):
                 self._remove_leaf(nodes[at])
             at -= 1
 
@@ -300,7 +270,7 @@ class RadixTree:
 
         The lower part keeps its identity, so its children and its place in the heap stay valid.
         """
-        cut = offset * self._block_bytes
+        cut = offset * self.block_bytes
         self._unlink(node)
         upper = Node(node.parent, node.scope, node.start, node.tokens[:cut], node.blocks[:offset])
         upper.last_used = node.last_used
@@ -318,8 +288,8 @@ class RadixTree:
     def _link(self, node: Node) -> None:
         parent = node.parent
         assert parent is not None
-        first = bytes(node.tokens[: self._block_bytes])
-        if len(first) == self._block_bytes:
+        first = bytes(node.tokens[: self.block_bytes])
+        if len(first) == self.block_bytes:
             parent.children.setdefault((node.scope, self._hash(first)), []).append(node)
         keys, nodes = parent.ordered.setdefault(node.scope, ([], []))
         at = bisect_left(keys, first)
@@ -329,8 +299,8 @@ class RadixTree:
     def _unlink(self, node: Node) -> None:
         parent = node.parent
         assert parent is not None
-        first = bytes(node.tokens[: self._block_bytes])
-        if len(first) == self._block_bytes:
+        first = bytes(node.tokens[: self.block_bytes])
+        if len(first) == self.block_bytes:
             key = (node.scope, self._hash(first))
             bucket = parent.children[key]
             bucket.remove(node)
@@ -351,19 +321,15 @@ class RadixTree:
         """Tell the tree that a holder of ``block`` may just have gone."""
         node = self.node_of[block]
         if node is not None:
-            self._note_leaf(node)
+            self._order.note(node)
 
-    def _note_leaf(self, node: Node | None) -> None:
-        if node is not None and not node.queued and self._evictable(node):
-            node.queued = True
-            self._push(node)
+    def _note_parent(self, node: Node) -> None:
+        if node.parent is not None:
+            self._order.note(node.parent)
 
-    def _push(self, node: Node) -> None:
-        self._heap_ties += 1
-        heapq.heappush(self._heap, (node.last_used, self._heap_ties, node))
-
-    def _evictable(self, node: Node) -> bool:
-        return not node.ordered and bool(node.blocks) and self._pool.refs[node.blocks[-1]] == 1
+    def is_evictable(self, node: Node) -> bool:
+        """Whether the end of this run can be given up now: nothing hangs below it and nobody holds it."""
+        return not node.ordered and bool(node.blocks) and self.pool.refs[node.blocks[-1]] == 1
 
     def evict(self, count: int) -> int:
         """Free up to ``count`` idle blocks, least recently used nodes first, each from its end.
@@ -372,18 +338,8 @@ class RadixTree:
             How many were freed. O(log nodes) per node touched, never a walk over the tree.
         """
         freed = 0
-        refs = self._pool.refs
-        while freed < count and self._heap:
-            last_used, _, node = self._heap[0]
-            if not self._evictable(node):
-                # It was held again, got children or is gone; whoever ends that state queues it anew.
-                heapq.heappop(self._heap)
-                node.queued = False
-                continue
-            if node.last_used != last_used:
-                heapq.heappop(self._heap)
-                self._push(node)
-                continue
+        refs = self.pool.refs
+        while freed < count and (node := self._order.oldest()) is not None:
             keep = len(node.blocks)
             floor = max(0, keep - (count - freed))
             while keep > floor and refs[node.blocks[keep - 1]] == 1:
@@ -400,19 +356,19 @@ class RadixTree:
             return
         dropped = node.blocks[keep:]
         del node.blocks[keep:]
-        del node.tokens[keep * self._block_bytes :]
+        del node.tokens[keep * self.block_bytes :]
         self._forget(dropped)
 
     def _remove_leaf(self, node: Node) -> None:
         self._unlink(node)
         dropped, node.blocks = node.blocks, []
         self._forget(dropped)
-        self._note_leaf(node.parent)
+        self._note_parent(node)
 
     def _forget(self, blocks: list[int]) -> None:
         for block in blocks:
             self.node_of[block] = None
-        self._pool.drop_cached(blocks)
+        self.pool.drop_cached(blocks)
 
     def drop_from(self, block: int) -> None:
         """Forget ``block`` and everything below it; sequences that hold such blocks keep them, unpublished."""
@@ -420,58 +376,30 @@ class RadixTree:
         if node is None:
             return
         offset = node.blocks.index(block)
-        for below in [n for n in self._subtree(node) if n is not node]:
+        for below in [n for n in self._nodes_below(node) if n is not node]:
             self._unlink(below)
             dropped, below.blocks = below.blocks, []
             self._forget(dropped)
         self._cut(node, offset)
-        self._note_leaf(node)
+        self._order.note(node)
 
     def drop_scope(self, scope: int) -> None:
         """Forget every run of ``scope``. Narrower scopes that hang below go with it."""
-        tops = [n for n in self._subtree(self.root) if n.scope == scope and n.parent and n.parent.scope != scope]
+        tops = [n for n in self._nodes_below(self.root) if n.scope == scope and n.parent and n.parent.scope != scope]
         for node in tops:
             self.drop_from(node.blocks[0])
 
-    def _subtree(self, node: Node) -> Iterator[Node]:
+    def nodes(self) -> Iterator[Node]:
+        """Every node, children before parents."""
+        return self._nodes_below(self.root)
+
+    def _nodes_below(self, node: Node) -> Iterator[Node]:
         """``node`` and all below it, children before parents."""
         order = [node]
         for each in order:
             for _, nodes in each.ordered.values():
                 order += nodes
         return reversed(order)
-
-    # ------------------------------------------------------------------ proof
-
-    def check(self) -> None:
-        """Walk everything and raise on the first contradiction. For tests."""
-        pool, size = self._pool, self._block_bytes
-        seen: set[int] = set()
-        for node in self._subtree(self.root):
-            partial = len(node.tokens) < size and node is not self.root
-            _require(len(node.blocks) == -(-len(node.tokens) // size), "run and blocks differ in length")
-            _require(partial or len(node.tokens) % size == 0, "a whole-block run ends inside a block")
-            _require(not (partial and node.ordered), "a partial node has children")
-            listed = sorted(id(n) for bucket in node.children.values() for n in bucket)
-            full = sorted(id(n) for _, ns in node.ordered.values() for n in ns if len(n.tokens) >= size)
-            _require(listed == full, "map and order disagree")
-            for scope, (keys, nodes) in node.ordered.items():
-                _require(
-                    keys == sorted(keys) and len(keys) == len(set(keys)) == len(nodes) > 0, "children out of order"
-                )
-                for key, child in zip(keys, nodes, strict=True):
-                    _require(child.tokens[:size] == key and child.scope == scope, "child under a wrong key")
-                    _require(child.parent is node, "child with another parent")
-                    _require(child.start == node.start + len(node.blocks), "child at a wrong depth")
-            held = [pool.refs[block] > 1 for block in node.blocks]
-            _require(held == sorted(held, reverse=True), "held blocks are not a prefix of the run")
-            if self._evictable(node):
-                _require(node.queued, "an evictable node is not queued")
-            for block in node.blocks:
-                _require(block not in seen and self.node_of[block] is node, "node_of is wrong")
-                seen.add(block)
-        _require(seen == {b for b, cached in enumerate(pool.cached) if cached}, "cached marks differ from the tree")
-        _require(all((n is not None) == (b in seen) for b, n in enumerate(self.node_of)), "node_of keeps a stale node")
 
 
 def common_prefix(a: bytes | bytearray, a_start: int, b: bytes | bytearray, b_start: int) -> int:
@@ -485,8 +413,3 @@ def common_prefix(a: bytes | bytearray, a_start: int, b: bytes | bytearray, b_st
     words = count // TOKEN_BYTES
     differs = np.frombuffer(left, np.int32, words) != np.frombuffer(right, np.int32, words)
     return int(differs.argmax()) * TOKEN_BYTES
-
-
-def _require(ok: bool, message: str) -> None:
-    if not ok:
-        raise RuntimeError(message)

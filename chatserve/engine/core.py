@@ -54,7 +54,7 @@ class EngineCore:
     def has_work(self) -> bool:
         """Whether `step` has something to run or to report."""
         scheduler = self.scheduler
-        return bool(scheduler.num_requests or scheduler.has_news or self._refused)
+        return bool(len(scheduler.requests) or scheduler.requests.has_news or self._refused)
 
     def add(self, message: AddRequest) -> None:
         """Accept a request; one that can never be served is answered with its terminal event in the next frame."""
@@ -86,7 +86,7 @@ class EngineCore:
         """Run one step. Raises only what the executor raises when it is unusable as a whole."""
         plan = self.scheduler.schedule()
         if plan is None:
-            news = self.scheduler.flush_news()
+            news = self.scheduler.requests.tell(StepNews())
         else:
             news = self.scheduler.update(self._executor.execute(plan))
             self._num_steps += 1
@@ -111,8 +111,8 @@ class EngineCore:
         """Gauges and counters now; the caller, who has a clock, adds ``busy_seconds``."""
         scheduler, manager, counters = self.scheduler, self.manager, self.scheduler.counters
         return EngineStats(
-            num_running=scheduler.num_running,
-            num_waiting=scheduler.num_waiting,
+            num_running=len(scheduler.batch),
+            num_waiting=len(scheduler.waiting),
             blocks_total=manager.pool.num_blocks,
             blocks_free=manager.pool.num_free,
             blocks_cached=manager.pool.num_idle,
@@ -138,5 +138,5 @@ class EngineCore:
             stats=msgspec.structs.replace(self.stats(), busy_seconds=busy_seconds),
             recounted_held=held,
             recounted_cached=cached,
-            live_requests=self.scheduler.num_requests,
+            live_requests=len(self.scheduler.requests),
         )

@@ -34,6 +34,7 @@ class Batch:
         uses_eos (bool): the model's end tokens end this output.
         own_stops (bool): it has stop token ids of its own.
         request_ids (int64), choices: whose stream the row's tokens belong to.
+    ``ones`` and ``indices`` are constants, kept to be sliced.
     """
 
     def __init__(self, max_num_seqs: int) -> None:
@@ -52,6 +53,8 @@ class Batch:
         self.own_stops = np.zeros(max_num_seqs, np.bool_)
         self.request_ids = np.zeros(max_num_seqs, np.int64)
         self.choices: Int32s = np.zeros(max_num_seqs, np.int32)
+        self.ones: Int32s = np.ones(max_num_seqs, np.int32)
+        self.indices: Int32s = np.arange(max_num_seqs, dtype=np.int32)
         self._free_rows = list(range(max_num_seqs - 1, -1, -1))
         self._order: list[Sequence] = []
         self._order_keys: list[tuple[int, int]] = []

@@ -9,6 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from chatserve.cache.invariants import check_manager, check_tree
 from chatserve.cache.kv_cache_manager import BlockTable, KVCacheManager, xxh3_hash
 
 SIZE = 4
@@ -38,7 +39,7 @@ class Desk:
         self.manager.finish_step()
         self.manager.take_copies()
         self.manager.release(table, array("i", tokens), len(tokens) if computed is None else computed, self.now)
-        self.manager.check([])
+        check_manager(self.manager, [])
 
     def serve(self, tokens: list[int], scopes: tuple[int, ...] = ME) -> int:
         table = self.admit(tokens, max_total=len(tokens) + 1, scopes=scopes)
@@ -102,7 +103,7 @@ def test_not_now_changes_nothing() -> None:
     assert desk.manager.take_copies() == b""
     assert desk.manager.grow(holder, 17) is None
     assert desk.manager.pool.refs == before
-    desk.manager.check([holder])
+    check_manager(desk.manager, [holder])
 
 
 def test_lookup_pins_before_allocation() -> None:
@@ -141,7 +142,7 @@ def test_fork_shares_all_blocks_and_copies_only_the_partial_last() -> None:
     assert all(each.blocks[:2] == shared[:2] for each in family)
     manager.take_copies()
     manager.finish_step()
-    manager.check(family)
+    check_manager(manager, family)
 
 
 def test_fork_at_a_block_boundary_copies_nothing() -> None:
@@ -282,18 +283,18 @@ class ManagerMachine(RuleBasedStateMachine):
             assert len(set(table.blocks)) == len(table.blocks)
             for block in table.blocks:
                 refs[block] += 1
-        for source in manager._copy_sources:
+        for source in manager.copy_sources:
             refs[source] += 1
         assert refs == manager.pool.refs
         assert manager.pool.num_free + manager.pool.num_idle + manager.pool.num_held == manager.pool.num_blocks
-        if not manager._copy_sources:
-            manager.tree.check()
+        if not manager.copy_sources:
+            check_tree(manager.tree)
 
     def teardown(self) -> None:
         self.end_step()
         for table, tokens, computed in self.live:
             self.manager.release(table, array("i", tokens), computed, self.tick())
-        self.manager.check([])
+        check_manager(self.manager, [])
         assert self.manager.pool.num_held == 0
 
 

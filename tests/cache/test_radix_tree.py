@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from chatserve.cache.block_pool import BlockPool
+from chatserve.cache.invariants import check_tree
 from chatserve.cache.kv_cache_manager import xxh3_hash
 from chatserve.cache.radix_tree import RadixTree, common_prefix
 
@@ -45,7 +46,7 @@ class Shelf:
         self.pool.release(blocks)
         if blocks:
             self.tree.note_idle(blocks[-1])
-        self.tree.check()
+        check_tree(self.tree)
         self.pool.check()
         return blocks
 
@@ -154,7 +155,7 @@ def test_eviction_takes_the_tail_of_the_least_recently_used_run() -> None:
     shelf.put(old)
     shelf.put(fresh)
     assert shelf.tree.evict(3) == 3
-    shelf.tree.check()
+    check_tree(shelf.tree)
     assert shelf.cached(old) == 4
     assert shelf.cached(fresh) == 16
     # Both were looked up just now, `fresh` last, so `old` is still the first to go.
@@ -193,7 +194,7 @@ def test_dropping_a_scope_leaves_the_others() -> None:
     shelf.put([5, 5, 5, 5], (1,))
     shelf.put([*range(8), 31, 32, 33, 34], (0, 2))
     shelf.tree.drop_scope(1)
-    shelf.tree.check()
+    check_tree(shelf.tree)
     assert shelf.cached([*range(8), 21, 22, 23, 24], (0, 1)) == 8
     assert shelf.cached([5, 5, 5, 5], (1,)) == 0
     assert shelf.cached([*range(8), 31, 32, 33, 34], (0, 2)) == 12
@@ -211,14 +212,14 @@ def test_eviction_does_not_walk_the_tree() -> None:
             pool.release([block])
             tree.note_idle(block)
         calls = 0
-        original = tree._evictable
+        original = tree.is_evictable
 
         def counted(node: object) -> bool:
             nonlocal calls
             calls += 1
             return original(node)  # type: ignore[arg-type]
 
-        tree._evictable = counted  # type: ignore[method-assign, assignment]
+        tree._order._is_evictable = counted
         assert tree.evict(5) == 5
         return calls
 

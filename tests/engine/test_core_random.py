@@ -6,6 +6,7 @@ import os
 
 import pytest
 
+from chatserve.scheduler.invariants import check_scheduler
 from tests.random_driver import Storm, run_storm
 
 OPERATIONS = int(os.environ.get("CHATSERVE_STORM_OPERATIONS", "100000"))
@@ -33,6 +34,6 @@ def test_storms_of_other_shapes(block_size: int, num_blocks: int, max_num_seqs: 
         storm.operate()
         storm.check_counts()
         if index % 10 == 0:
-            storm.core.scheduler.check()
+            check_scheduler(storm.core.scheduler)
     storm.drain()
     assert storm.counts["finished"] > 100

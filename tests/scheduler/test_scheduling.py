@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from chatserve.scheduler.invariants import check_scheduler
 from chatserve.scope import Scope
 from tests.harness import Harness, numbers
 
@@ -428,7 +429,7 @@ def test_abort_in_every_state_gives_everything_back() -> None:
         assert set(victim.reasons) <= {"abort", "length"}
         engine.expect(bystander)
         assert engine.pool.num_held == 0
-        assert not engine.core.scheduler.num_waiting
+        assert not len(engine.core.scheduler.waiting)
 
 
 def test_finish_and_abort_in_the_same_step_release_once() -> None:
@@ -439,4 +440,4 @@ def test_finish_and_abort_in_the_same_step_release_once() -> None:
     assert stream.done
     engine.abort(stream)
     assert not engine.core.has_work
-    engine.core.scheduler.check()
+    check_scheduler(engine.core.scheduler)

@@ -1,0 +1,27 @@
+"""What must be true of a scheduler between two steps. Full recounts, for tests."""
+
+from __future__ import annotations
+
+from chatserve.cache.invariants import check_manager, require
+from chatserve.scheduler.request import Status
+from chatserve.scheduler.scheduler import Scheduler
+
+
+def check_scheduler(scheduler: Scheduler) -> None:
+    """Every open sequence is in one place, only running ones hold blocks, and counters fit the tokens."""
+    batch, manager = scheduler.batch, scheduler.manager
+    running = [s for s in batch.sequences if s is not None]
+    waiting = list(scheduler.waiting)
+    open_sequences = [s for r in scheduler.requests for s in r.sequences if s.status is not Status.FINISHED]
+    places = {id(s) for s in running} | {id(s) for s in waiting}
+    require(places == {id(s) for s in open_sequences}, "a sequence is in no place, or in one too many")
+    require(len(running) + len(waiting) == len(open_sequences), "a sequence is in two places")
+    require(len(running) == len(batch.order), "rows and order disagree")
+    require(all(s.table is None for s in waiting), "a waiting sequence holds blocks")
+    check_manager(manager, [s.table for s in running if s.table is not None])
+    for sequence in running:
+        row, table = sequence.row, sequence.table
+        known, computed = int(batch.known[row]), int(batch.computed[row])
+        require(table is not None and known == len(sequence.tokens), "known tokens are miscounted")
+        require(computed < known <= sequence.request.max_total, "computed tokens are miscounted")
+        require(table is None or table.num_published * manager.block_size <= computed, "published before computed")
