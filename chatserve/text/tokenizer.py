@@ -21,6 +21,7 @@ from chatserve.errors import InvalidRequestError, ModelLoadError
 from chatserve.text.token_bytes import token_bytes_rule
 
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_SEARCH_WINDOW = 64 * 1024
 
 
 class Tokenizer:
@@ -131,12 +132,12 @@ class Tokenizer:
         try:
             if continues and self._continuing is not self._encoder:
                 # A space goes before what follows a control token, but not before a piece that continues a text.
-                match = None if self._special_pattern is None else self._special_pattern.search(text)
-                cut = len(text) if match is None else match.start()
-                head = self._continuing.encode(text[:cut], add_special_tokens=False).ids
-                ids = head + self._encoder.encode(text[cut:], add_special_tokens=False).ids if cut < len(text) else head
+                cut, _ = next(self.control_text(text), (len(text), 0))
+                ids = _encode(self._continuing, text[:cut], add_special_tokens=False)
+                if cut < len(text):
+                    ids += _encode(self._encoder, text[cut:], add_special_tokens=False)
             else:
-                ids = self._encoder.encode(text, add_special_tokens=add_special_tokens).ids
+                ids = _encode(self._encoder, text, add_special_tokens=add_special_tokens)
         except (UnicodeEncodeError, TypeError) as error:
             raise InvalidRequestError(
                 "The text holds a lone surrogate (half of a UTF-16 pair); send valid Unicode."
@@ -181,10 +182,16 @@ class Tokenizer:
         """Start and end of every control token's text inside ``text``, overlapping ones too, in order of start."""
         if self._special_pattern is None:
             return
-        match = self._special_pattern.search(text)
-        while match is not None:
-            yield match.start(), match.end()
-            match = self._special_pattern.search(text, match.start() + 1)
+        position = 0
+        while position < len(text):
+            # By windows: one search holds the GIL to its end, and there are texts on which that takes seconds.
+            limit = position + _SEARCH_WINDOW
+            match = self._special_pattern.search(text, position, limit + len(self.special_texts[0]) - 1)
+            if match is None or match.start() >= limit:
+                position = limit
+            else:
+                yield match.start(), match.end()
+                position = match.start() + 1
 
     def split_control_text(self, text: str) -> list[str]:
         """``text`` cut inside every control token's text, so that no piece contains one."""
@@ -215,6 +222,12 @@ def read_json(file: Path) -> dict[str, Any]:
         return msgspec.json.decode(file.read_bytes(), type=dict[str, Any])
     except msgspec.DecodeError as error:
         raise ModelLoadError(f"{file} cannot be read ({error}); fetch the model again.") from error
+
+
+def _encode(encoder: tokenizers.Tokenizer, text: str, *, add_special_tokens: bool) -> list[int]:
+    # A batch of one: of the library's calls only those for batches release the GIL, and the fast one tracks no offsets.
+    ids: list[int] = encoder.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+    return ids
 
 
 def _named_tokens(path: Path) -> dict[str, str]:

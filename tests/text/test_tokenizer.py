@@ -7,6 +7,7 @@ import json
 import random
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -205,6 +206,34 @@ def test_unsupported_decoder_is_refused_at_load() -> None:
     definition["decoder"] = {"type": "WordPiece", "prefix": "##", "cleanup": True}
     with pytest.raises(ModelLoadError, match="WordPiece"):
         chat_tokenizer(definition)
+
+
+def test_other_threads_run_while_a_long_text_is_encoded(smollm2_tokenizer: Tokenizer) -> None:
+    """Encoding releases the GIL, so that a prompt of a megabyte in a thread does not stop every stream."""
+    finished = threading.Event()
+
+    def encode() -> None:
+        smollm2_tokenizer.encode(" ".join(map(str, range(100_000))), parse_special=False)
+        finished.set()
+
+    worker = threading.Thread(target=encode)
+    worker.start()
+    turns = 0
+    while not finished.wait(0.002):
+        turns += 1
+    worker.join()
+    assert turns > 20
+
+
+def test_control_text_is_found_across_search_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Occurrences at, before and across the edge of a window are all found, the longest at each place."""
+    tokenizer = chat_tokenizer(byte_level())
+    rng = random.Random(14)
+    texts = [random_text(rng, 40) for _ in range(200)]
+    whole = [list(tokenizer.control_text(text)) for text in texts]
+    assert sum(map(len, whole)) > 500
+    monkeypatch.setattr("chatserve.text.tokenizer._SEARCH_WINDOW", 7)
+    assert [list(tokenizer.control_text(text)) for text in texts] == whole
 
 
 def test_importing_text_imports_no_torch() -> None:
