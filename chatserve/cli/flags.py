@@ -161,7 +161,7 @@ UNSUPPORTED = (
     Unsupported("--override-generation-config", _GENERATION),
     Unsupported("--max-logprobs", "It is 20.", ("20",)),
     Unsupported("--tokenizer", "The tokenizer in the model's folder is used."),
-    Unsupported("--revision", "Give MODEL as a local folder of that revision."),
+    Unsupported("--revision", "Name it in MODEL: owner/name@revision."),
     Unsupported("--trust-remote-code", "Code from model folders is never run.", ("false",), switch=True),
     Unsupported("--chat-template", _CHAT_TEMPLATE),
     Unsupported("--chat-template-content-format", _CHAT_TEMPLATE, ("auto", "string")),

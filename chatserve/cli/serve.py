@@ -77,26 +77,32 @@ async def _run(config: Config, child: EngineChild) -> None:
     engine = EngineClient(config.engine, child)
     engine.on_ready_change(lambda ready: _announce(engine, ready))
     await engine.start()
-    given_up = asyncio.create_task(_stop_when_given_up(engine))
     try:
         from chatserve.server import run
 
-        await run.serve(config, engine, on_listening=_announce_url)
+        serving = asyncio.create_task(run.serve(config, engine, on_listening=_announce_url))
+        watching = asyncio.create_task(engine.wait_failed())
+        await asyncio.wait((serving, watching), return_when=asyncio.FIRST_COMPLETED)
+        watching.cancel()
+        if engine.failure is not None:
+            await _end(serving)
+            raise engine.failure
+        await serving
     finally:
-        given_up.cancel()
         await engine.close()
-    if engine.failure is not None:
-        raise engine.failure
 
 
-async def _stop_when_given_up(engine: EngineClient) -> None:
-    """End the server the way an operator would, so that its open streams end in order."""
-    await engine.wait_failed()
-    os.kill(os.getpid(), signal.SIGTERM)
+async def _end(serving: asyncio.Task[None]) -> None:
+    """The engine is given up: end the server the way an operator would, so that open connections end in order."""
+    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        serving.cancel()  # it does not serve yet
+    else:
+        signal.raise_signal(signal.SIGTERM)
+    await asyncio.wait((serving,))
 
 
 def _announce_url(url: str) -> None:
-    click.echo(f"Listening on {url} (API at {url}/v1); the model is loading", err=True)
+    click.echo(f"Listening on {url}", err=True)
 
 
 def _announce(engine: EngineClient, ready: bool) -> None:

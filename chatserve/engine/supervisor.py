@@ -144,6 +144,8 @@ class EngineSupervisor:
     async def _supervise(self, child: EngineChild) -> None:
         failures = 0
         while True:
+            if self._closing.is_set():
+                child.kill()
             session = self._session = _Session(child, self._listener, self._limits, self._ready)
             await session.run()
             self._session = None

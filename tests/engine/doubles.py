@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import time
 from array import array
+from collections.abc import Callable
 
 from chatserve.config import EngineConfig
 from chatserve.engine.protocol import EngineInfo
@@ -31,9 +32,10 @@ DIES_LOADING = "tests.engine.doubles:create_dying_executor"
 
 
 class CountingExecutor:
-    """Plays a plan without a model."""
+    """Plays a plan without a model; ``token_of(p)`` is the token after ``p`` tokens."""
 
-    def __init__(self) -> None:
+    def __init__(self, token_of: Callable[[int], int] = lambda p: FIRST_TOKEN + p) -> None:
+        self._token_of = token_of
         self._behaviour: dict[int, int] = {}
 
     def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
@@ -50,7 +52,7 @@ class CountingExecutor:
         if EXITS in behaviours:
             os._exit(7)
         sources = array("i", plan.sample_sources)
-        tokens = array("i", (FIRST_TOKEN + computed[source] + new_tokens[source] for source in sources))
+        tokens = array("i", (self._token_of(computed[source] + new_tokens[source]) for source in sources))
         return ModelRunnerOutput(tokens.tobytes())
 
     def shutdown(self) -> None:
@@ -79,6 +81,12 @@ def create_counting_executor(config: EngineConfig) -> tuple[CountingExecutor, En
         eos_token_ids=(),
     )
     return CountingExecutor(), info
+
+
+def create_letters_executor(config: EngineConfig) -> tuple[CountingExecutor, EngineInfo]:
+    """Counts through the alphabet in bytes, for servers whose tokenizer knows bytes only."""
+    _, info = create_counting_executor(config)
+    return CountingExecutor(lambda p: ord("a") + p % 26), info
 
 
 def create_unloadable_executor(config: EngineConfig) -> tuple[CountingExecutor, EngineInfo]:
