@@ -41,10 +41,11 @@ class Limits(msgspec.Struct, frozen=True):
         dead_after: heartbeat silence after which it is killed and replaced.
         step_deadline: work is pending, but no frame came for so long: it is killed and replaced. (A busy engine
             sends stats several times per second, between steps.)
-        first_backoff, max_backoff: pause before a restart; doubles with each failure in a row, and the first
-            restart waits for nothing.
-        stable_after: an engine that was ready for so long ends a row of failures.
-        max_failures: failures in a row after which the engine is given up.
+        first_backoff, max_backoff: pause before a restart; doubles with each death in a row, and the first restart
+            waits for nothing.
+        stable_after: an engine that was ready for so long ends a row of deaths.
+        max_load_failures: deaths in a row before it was ready, after which the engine is given up. One that loads
+            and then dies is always replaced, however often, so that nobody can end the server with a request.
         stop_timeout: an engine that does not follow `Shutdown` for so long is killed.
     """
 
@@ -54,7 +55,7 @@ class Limits(msgspec.Struct, frozen=True):
     first_backoff: float = 0.25
     max_backoff: float = 10.0
     stable_after: float = 30.0
-    max_failures: int = 5
+    max_load_failures: int = 5
     stop_timeout: float = 5.0
 
 
@@ -142,7 +143,7 @@ class EngineSupervisor:
             self._session.send(message)
 
     async def _supervise(self, child: EngineChild) -> None:
-        failures = 0
+        deaths = load_failures = 0  # in a row
         while True:
             if self._closing.is_set():
                 child.kill()
@@ -153,15 +154,16 @@ class EngineSupervisor:
             await asyncio.to_thread(session.dispose)
             if self._closing.is_set():
                 return
-            failures = 1 if session.seconds_ready > self._limits.stable_after else failures + 1
-            if session.permanent or failures >= self._limits.max_failures:
+            deaths = 1 if session.seconds_ready > self._limits.stable_after else deaths + 1
+            load_failures = 0 if session.was_ready else load_failures + 1
+            if session.permanent or load_failures >= self._limits.max_load_failures:
                 self.failure = session.failure
                 self._failed.set()
-                logger.error("the engine is given up after %d failure(s): %s", failures, session.failure.message)
+                logger.error("the engine is given up after %d failure(s): %s", deaths, session.failure.message)
                 return
             logger.warning("the engine is restarted: %s", session.failure.message)
-            if failures > 1:
-                backoff = self._limits.first_backoff * 2 ** (failures - 2)
+            if deaths > 1:
+                backoff = self._limits.first_backoff * 2 ** min(deaths - 2, 16)
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._closing.wait(), min(backoff, self._limits.max_backoff))
                 if self._closing.is_set():
@@ -194,6 +196,10 @@ class _Session:
         self._last_beat = self._last_frame = self._last_look = self._loop.time()
         decoder: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine)
         self._channel: AsyncChannel[FromEngine] = AsyncChannel(decoder, self._handle, self._handle_lost)
+
+    @property
+    def was_ready(self) -> bool:
+        return self._ready_since is not None
 
     def send(self, message: ToEngine) -> None:
         if not self._listener.has_pending_work:

@@ -283,7 +283,7 @@ async def test_a_model_that_cannot_load_is_not_tried_twice() -> None:
 async def test_a_crash_loop_is_bounded() -> None:
     """An engine that dies each time it loads is given up after the set number of tries."""
     client = EngineClient(
-        EngineConfig(executor=DIES_LOADING), limits=Limits(max_failures=3, first_backoff=0.01, max_backoff=0.02)
+        EngineConfig(executor=DIES_LOADING), limits=Limits(max_load_failures=3, first_backoff=0.01, max_backoff=0.02)
     )
     await client.start()
     error = await asyncio.wait_for(client.wait_failed(), 60)
@@ -291,6 +291,19 @@ async def test_a_crash_loop_is_bounded() -> None:
     assert client.restarts == 2
     assert not client.ready
     await client.close()
+
+
+@on_uvloop
+async def test_a_deadly_request_does_not_end_the_server() -> None:
+    """An engine that loads is replaced however often it dies, so that nobody can end the server by asking."""
+    async with running(limits=Limits(max_load_failures=2, first_backoff=0.01, max_backoff=0.02)) as client:
+        for death in range(4):
+            end = (await read_all(submit(client, EXITS)))[-1]
+            assert isinstance(end, Finished)
+            assert end.reason == "error"
+            await asyncio.wait_for(client.wait_ready(), 30)
+            assert client.restarts == death + 1
+        assert_right(await read_all(submit(client, GOOD)), 20, 8)
 
 
 @on_uvloop
@@ -322,11 +335,11 @@ async def test_twenty_lives_leave_nothing_behind() -> None:
     """Twenty engines started and killed or closed: descriptors and shared memory as before."""
 
     async def one_life(kill: bool) -> None:
-        async with running(limits=Limits(max_failures=1)) as client:
+        async with running() as client:
             assert_right(await read_all(submit(client, GOOD, max_tokens=2)), 20, 2)
             if kill:
                 os.kill(client.info.pid, signal.SIGKILL)
-                await client.wait_failed()
+                await until(lambda: not client.ready)
 
     await one_life(kill=True)  # thread pool and selector exist from here on
     before = len(os.listdir("/proc/self/fd")), sorted(os.listdir("/dev/shm"))
