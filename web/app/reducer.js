@@ -108,6 +108,7 @@ function server(state, received) {
       return received.gens !== undefined && received.re === state.pending ? accepted(state, received) : state;
     case "error":
       if (received.re !== undefined && received.re === state.pending) return refused(state, received.error);
+      if (received.error.code === "invalid_api_key") return state; // the socket closes, and the page asks for a key
       return { ...state, notice: { text: received.error.message, bad: true } };
     case "gen.queued":
       return update(state, received.gen, (m) => ({ ...m, state: "queued", position: received.pos }));
