@@ -48,7 +48,8 @@ _PRE_TOKENIZERS: dict[str, tuple[str, ...]] = {
     "deepseek-r1-qwen": (_QWEN2,),
     "tekken": (_TEKKEN,),
 }
-# Families whose vocabulary holds whole words that no chain of merges reaches.
+# Families whose vocabulary holds whole words that no chain of merges reaches; their texts begin with a token, too,
+# unless the file says otherwise.
 _WHOLE_WORDS_FIRST = ("llama-bpe", "llama3", "llama-v3", "tekken")
 
 
@@ -75,10 +76,9 @@ def convert_tokenizer(meta: _Metadata, target: Path) -> SpecialTokens:
     types: list[int] = meta.get("tokenizer.ggml.token_type", [1] * len(tokens))
     kind = meta.need("tokenizer.ggml.model")
     if kind == "gpt2":
-        tokenizer = byte_level_tokenizer(
-            tokens, meta.need("tokenizer.ggml.merges"), meta.get("tokenizer.ggml.pre", "default")
-        )
-        add_bos_by_default = False
+        pre = meta.get("tokenizer.ggml.pre", "default")
+        tokenizer = byte_level_tokenizer(tokens, meta.need("tokenizer.ggml.merges"), pre)
+        add_bos_by_default = pre in _WHOLE_WORDS_FIRST
     elif kind == "llama":
         tokenizer = sentencepiece_tokenizer(
             tokens,
@@ -146,7 +146,7 @@ def byte_level_tokenizer(tokens: list[str], merges: list[str], pre: str) -> Toke
             ignore_merges=pre in _WHOLE_WORDS_FIRST,
         )
     )
-    if patterns is _PRE_TOKENIZERS["qwen2"]:
+    if pre == "qwen2":
         tokenizer.normalizer = normalizers.NFC()
     splits = [pre_tokenizers.Split(Regex(pattern), behavior="isolated") for pattern in patterns]
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)

@@ -194,7 +194,10 @@ class Tokenizer:
                 position = match.start() + 1
 
     def split_control_text(self, text: str) -> list[str]:
-        """``text`` cut inside every control token's text, so that no piece contains one."""
+        """``text`` cut inside every control token's text, so that no piece contains one.
+
+        A control token of a single character cannot be cut; no model family served here has one.
+        """
         cuts = [start + 1 for start, _ in self.control_text(text)]
         return [text[start:end] for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True)]
 

@@ -282,3 +282,27 @@ def test_random_damage_is_one_typed_error(tmp_path: Path) -> None:
         except ModelLoadError:
             refused += 1
     assert 20 < refused <= 60
+
+
+@pytest.mark.parametrize(
+    ("pre", "stated", "expected"), [("llama-bpe", None, True), ("llama-bpe", False, False), ("smollm", None, False)]
+)
+def test_who_begins_texts_with_a_token(tmp_path: Path, pre: str, stated: bool | None, expected: bool) -> None:
+    """Llama 3 begins every plain text with its beginning token even where the file does not say so; others do not."""
+    tokens, merges, types = byte_level_vocabulary()
+    start = tokens.index("<|im_start|>")
+    fields = Fields(
+        {
+            "tokenizer.ggml.model": "gpt2",
+            "tokenizer.ggml.pre": pre,
+            "tokenizer.ggml.tokens": tokens,
+            "tokenizer.ggml.merges": merges,
+            "tokenizer.ggml.token_type": types,
+            "tokenizer.ggml.bos_token_id": start,
+        }
+    )
+    if stated is not None:
+        fields["tokenizer.ggml.add_bos_token"] = stated
+    convert_tokenizer(fields, tmp_path)
+    encoded = Tokenizer.from_folder(tmp_path).encode("Hello", add_special_tokens=True)
+    assert (np.frombuffer(encoded, np.int32)[0] == start) == expected

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import random
-import signal
+import shutil
 import subprocess
 import sys
 import time
@@ -70,9 +70,7 @@ def test_pull_fetches_verifies_converts_and_is_done(home: Path, tiny: RegistryEn
     check_complete(first.path)
     assert first.path == home / "models" / "tiny"
     names = list(dict.fromkeys(step.step for step in steps))
-    assert names == [
-        "download tiny-model==1.0", "unpack and verify", "convert: read", "convert: weights", "convert: tokenizer"
-    ]  # fmt: skip
+    assert names == STEPS
     assert [step for step in steps if step.step == "unpack and verify"][-1].done == tiny.num_bytes
     again: list[Progress] = []
     assert pull("tiny", again.append) == resolve("tiny", again.append) == first
@@ -86,9 +84,12 @@ def test_resolving_a_prepared_model_is_quick(tiny: RegistryEntry, tmp_path: Path
     source = tmp_path / "source.gguf"
     resolve(str(source))
     for model in ("tiny", str(source), str(folder)):
-        start = time.perf_counter()
-        resolve(model)
-        assert time.perf_counter() - start < 0.1, model
+        seconds = []
+        for _ in range(3):
+            start = time.perf_counter()
+            resolve(model)
+            seconds.append(time.perf_counter() - start)
+        assert min(seconds) < 0.1, model
 
 
 def test_a_wrong_checksum_is_never_used(home: Path, tiny: RegistryEntry, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,26 +116,26 @@ def test_unreachable_index_says_what_to_do(home: Path, monkeypatch: pytest.Monke
         pull("tiny")
 
 
-def test_interrupted_at_any_moment(home: Path, tiny: RegistryEntry) -> None:
-    """SIGKILL at random moments: no half-made folder is ever seen, and the next pull cleans up and succeeds."""
+STEPS = ["download tiny-model==1.0", "unpack and verify", "convert: read", "convert: weights", "convert: tokenizer"]
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_interrupted_at_any_moment(home: Path, tiny: RegistryEntry, step: str) -> None:
+    """SIGKILL within each step: no half-made folder is ever seen, and the next pull cleans up and succeeds."""
     command = [sys.executable, "-c", PULL, msgspec.json.encode(tiny).decode()]
-    start = time.perf_counter()
-    subprocess.run(command, check=True, capture_output=True)
-    duration = time.perf_counter() - start
-    rng = random.Random(12)
-    killed = 0
-    for number in range(8):
-        for folder in ("models", "gguf"):
-            subprocess.run(["rm", "-rf", str(home / folder)], check=True)
-        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        time.sleep(duration * (number + rng.random()) / 8)
-        killed += process.poll() is None
-        process.send_signal(signal.SIGKILL)
-        process.wait()
+    rng = random.Random(STEPS.index(step))
+    for delay in (0.0, rng.uniform(0.0, 0.1)):
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+        assert process.stdout is not None
+        assert any(line.strip() == step for line in process.stdout)
+        time.sleep(delay)
+        process.kill()
+        process.communicate()
         folder = home / "models" / "tiny"
         if folder.exists():
             check_complete(folder)
-    assert killed >= 4
+            shutil.rmtree(folder)
+        shutil.rmtree(home / "gguf", ignore_errors=True)
     check_complete(pull("tiny").path)
     assert list((home / "partial" / "tiny").iterdir()) == []
 
