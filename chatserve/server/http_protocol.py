@@ -8,6 +8,7 @@ stream can drop a reader that does not read. Knows bytes, no routes; `chatserve.
 from __future__ import annotations
 
 import asyncio
+import secrets
 from typing import Any, ClassVar
 
 from starlette.responses import Response
@@ -149,7 +150,8 @@ class GuardedHttpProtocol(HttpToolsProtocol):
             if self.cycle.response_started or not self.cycle.more_body:
                 self.transport.abort()
                 return
-        response = Response(encode_error(error), status, {"connection": "close"}, media_type="application/json")
+        headers = {"connection": "close", "x-request-id": secrets.token_hex(16)}
+        response = Response(encode_error(error), status, headers, media_type="application/json")
         head = [STATUS_LINE[status], *(b"%s: %s\r\n" % pair for pair in response.raw_headers), b"\r\n"]
         self.transport.write(b"".join(head) + bytes(response.body))
         self._close()

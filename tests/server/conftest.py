@@ -7,9 +7,19 @@ from pathlib import Path
 
 import pytest
 import pytest_asyncio
+import structlog
 
 from tests.fakes import FakeEngineClient, write_tokenizer_folder
 from tests.server.live import LiveServer, live_server
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _plain_log() -> None:
+    """Log events as plain lines: structlog's own default prints every local variable of a traceback."""
+    structlog.configure(
+        processors=[structlog.processors.format_exc_info, structlog.processors.KeyValueRenderer()],
+        cache_logger_on_first_use=False,
+    )
 
 
 @pytest.fixture(scope="session")

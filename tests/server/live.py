@@ -69,7 +69,7 @@ class LiveServer:
     async def connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         return await asyncio.open_connection("127.0.0.1", self.port)
 
-    async def raw(self, data: bytes, *, patience: float = 5.0) -> bytes:
+    async def raw(self, data: bytes, *, patience: float = 20.0) -> bytes:
         """Send bytes, then read until the server closes."""
         reader, writer = await self.connect()
         try:
@@ -103,6 +103,10 @@ class LiveServer:
 
     async def chat(self, **fields: object) -> Reply:
         return await self.post("/v1/chat/completions", {"model": "tiny", "messages": HI, **fields})
+
+    async def chat_from(self, origin: str) -> Reply:
+        """A chat as a browser page of that origin would send it."""
+        return await self.post("/v1/chat/completions", {"messages": HI}, Origin=origin)
 
     async def complete(self, **fields: object) -> Reply:
         return await self.post("/v1/completions", {"model": "tiny", "prompt": "hi", **fields})
