@@ -1,0 +1,111 @@
+"""Small random models of every family, written by transformers, and their logits by our network."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from chatserve_kernels.interface import AttentionMetadata, kv_cache_shape
+from chatserve_kernels.torch_backend import TorchBackend
+from torch import Tensor
+
+from chatserve.model.architecture import Architecture
+from chatserve.model.transformer import Transformer
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 131,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "llama-tied": ("llama", {"tie_word_embeddings": True}),
+    "llama-biased": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "llama-head-dim": ("llama", {"head_dim": 12}),
+    "llama-linear-rope": ("llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 5e3, "factor": 4.0}}),
+    "llama3-rope": ("llama", {"rope_parameters": LLAMA3_ROPE}),
+    "mistral": ("mistral", {"sliding_window": None}),
+    "mistral-window": ("mistral", {"sliding_window": 11}),
+    "qwen2": ("qwen2", {}),
+    "qwen2-windows": ("qwen2", {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1}),
+    "qwen3": ("qwen3", {"head_dim": 16}),
+}
+
+
+def write_model(folder: Path, variant: str, *, max_shard_size: str = "1GB", seed: int = 0) -> torch.nn.Module:
+    """Write a random model folder with float32 weights; returns transformers' model of it, in eval mode."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    model_type, changes = VARIANTS[variant]
+    torch.manual_seed(seed)
+    config = AutoConfig.for_model(model_type, **{**SIZES, **changes})
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    with torch.no_grad():
+        # Fresh biases are zero and norms one: random ones show whether they are used at all.
+        for name, parameter in model.named_parameters():
+            if parameter.dim() == 1:
+                parameter.add_(torch.randn_like(parameter) * 0.3)
+            elif "embed" not in name and "lm_head" not in name:
+                parameter.mul_(4.0)
+    model.save_pretrained(folder, max_shard_size=max_shard_size)
+    return model  # type: ignore[no-any-return]
+
+
+def edit_config(folder: Path, **changes: Any) -> None:
+    """Change keys of a written ``config.json``; ``None`` removes a key."""
+    path = folder / "config.json"
+    config = {**json.loads(path.read_text()), **changes}
+    path.write_text(json.dumps({key: value for key, value in config.items() if value is not None}))
+
+
+def load_model(folder: Path, dtype: torch.dtype = torch.float32, num_positions: int = 256) -> Transformer:
+    return Transformer(folder, Architecture.from_folder(folder), TorchBackend(), dtype, num_positions)
+
+
+@torch.inference_mode()
+def all_logits(model: Transformer, prompts: list[list[int]], dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    """Logits at every position of every prompt, from one ragged step over an empty cache of 4-token blocks."""
+    block_size = 4
+    architecture = model.architecture
+    lengths = torch.tensor([len(prompt) for prompt in prompts])
+    num_blocks = -(-lengths // block_size)
+    tables = torch.zeros(len(prompts), int(num_blocks.max()), dtype=torch.int64)
+    first = 0
+    for i, count in enumerate(num_blocks.tolist()):
+        tables[i, :count] = torch.arange(first, first + count)
+        first += count
+    positions = torch.cat([torch.arange(length) for length in lengths.tolist()])
+    row = torch.repeat_interleave(torch.arange(len(prompts)), lengths)
+    metadata = AttentionMetadata(
+        query_start_loc=torch.cat((torch.zeros(1, dtype=torch.int64), lengths.cumsum(0))),
+        seq_lens=lengths,
+        block_tables=tables,
+        slot_mapping=tables[row, positions // block_size] * block_size + positions % block_size,
+    )
+    cache = torch.zeros(
+        kv_cache_shape(first, architecture.num_layers, architecture.num_kv_heads, block_size, architecture.head_dim),
+        dtype=dtype,
+    )
+    step = TorchBackend().begin_step(metadata, cache)
+    token_ids = torch.tensor([token for prompt in prompts for token in prompt])
+    hidden = model.forward(token_ids, positions, step)
+    return list(model.logits(hidden).split(lengths.tolist()))
