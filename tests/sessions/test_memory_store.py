@@ -1,0 +1,130 @@
+"""The conversation store: trees, ownership, single finish, bounds."""
+
+from __future__ import annotations
+
+import pytest
+
+from chatserve.errors import ConflictError, InvalidRequestError, NotFoundError
+from chatserve.sessions.conversation import Message, new_message
+from chatserve.sessions.memory_store import MemoryStore
+from chatserve.sessions.store import ConversationStore
+
+pytestmark = pytest.mark.asyncio
+
+TENANT = "t1"
+
+
+def turn(parent: str | None = None, text: str = "question") -> tuple[Message, Message]:
+    """A question and its running answer."""
+    question = new_message("user", text, parent=parent)
+    return question, new_message("assistant", "", parent=question.id, state="running")
+
+
+async def finish(store: ConversationStore, conversation: str, message: Message, text: str = "answer") -> None:
+    """End an answer the usual way."""
+    await store.finish(TENANT, conversation, message.id, content=text, token_ids=b"\1\0\0\0", state="complete")
+
+
+async def test_a_path_leads_from_root_to_message() -> None:
+    """Branches share their beginning and nothing else."""
+    store = MemoryStore()
+    question, answer = turn()
+    conversation = await store.create(TENANT, [question, answer])
+    await finish(store, conversation, answer)
+    left, right = turn(answer.id, "left"), turn(answer.id, "right")
+    await store.append(TENANT, conversation, left)
+    await store.append(TENANT, conversation, right)
+    path = await store.path(TENANT, conversation, left[0].id)
+    assert [message.content for message in path] == ["question", "answer", "left"]
+    assert path[1].token_ids == b"\1\0\0\0"
+    assert (await store.head(TENANT, conversation)).id == right[1].id
+
+
+async def test_another_tenants_conversation_does_not_exist() -> None:
+    """Every method gives the same answer for a foreign conversation as for none."""
+    store = MemoryStore()
+    question, answer = turn()
+    conversation = await store.create("other", [question, answer])
+    for identifier in (conversation, "c_none"):
+        seen = set()
+        for attempt in (
+            store.append(TENANT, identifier, turn()),
+            finish(store, identifier, answer),
+            store.path(TENANT, identifier, question.id),
+            store.head(TENANT, identifier),
+        ):
+            with pytest.raises(NotFoundError) as caught:
+                await attempt
+            seen.add((caught.value.message, caught.value.param))
+        assert len(seen) == 1
+    assert (await store.path("other", conversation, answer.id))[1].state == "running"
+
+
+async def test_an_answer_ends_once() -> None:
+    """A finished message never changes again, and a question cannot be finished."""
+    store = MemoryStore()
+    question, answer = turn()
+    conversation = await store.create(TENANT, [question, answer])
+    await finish(store, conversation, answer, "first")
+    for message in (answer, question):
+        with pytest.raises(ConflictError):
+            await finish(store, conversation, message, "second")
+    assert (await store.path(TENANT, conversation, answer.id))[1].content == "first"
+
+
+async def test_append_is_all_or_nothing() -> None:
+    """Messages without a known parent leave no trace, not even of those before them."""
+    store = MemoryStore()
+    conversation = await store.create(TENANT, turn())
+    before = store.num_bytes
+    good = new_message("user", "good", parent=None)
+    with pytest.raises(NotFoundError):
+        await store.append(TENANT, conversation, [good, new_message("user", "bad", parent="m_none")])
+    with pytest.raises(NotFoundError):
+        await store.path(TENANT, conversation, good.id)
+    assert store.num_bytes == before
+
+
+async def test_the_least_recently_used_conversation_goes_first() -> None:
+    """Reading counts as use; the one in hand never goes; bytes and number are both bounded."""
+    store = MemoryStore(max_conversations=3)
+    names = [await store.create(TENANT, turn()) for _ in range(3)]
+    await store.head(TENANT, names[0])
+    await store.create(TENANT, turn())
+    with pytest.raises(NotFoundError):
+        await store.head(TENANT, names[1])
+    await store.head(TENANT, names[0])
+    assert len(store) == 3
+
+
+async def test_bytes_are_bounded_and_counted() -> None:
+    """Whatever is added, finished and evicted, the sum is that of what is kept, and stays below the limit."""
+    limit = 40_000
+    store = MemoryStore(max_bytes=limit)
+    kept: list[str] = []
+    for number in range(30):
+        question, answer = turn(text="x" * (number * 20))
+        kept.append(await store.create(TENANT, [question, answer]))
+        await finish(store, kept[-1], answer, "y" * 300)
+        assert store.num_bytes <= limit
+    assert 0 < len(store) < 30
+    counted = 0
+    for name in kept[-len(store) :]:
+        head = await store.head(TENANT, name)
+        counted += sum(message.num_bytes for message in await store.path(TENANT, name, head.id))
+    assert counted == store.num_bytes
+
+
+async def test_one_conversation_is_bounded_too() -> None:
+    """A conversation that grows without end is refused, and still usable at its end."""
+    store = MemoryStore(max_messages=4)
+    question, answer = turn()
+    conversation = await store.create(TENANT, [question, answer])
+    await store.append(TENANT, conversation, turn(answer.id))
+    with pytest.raises(InvalidRequestError) as caught:
+        await store.append(TENANT, conversation, turn(answer.id))
+    assert caught.value.code == "conversation_full"
+    big = MemoryStore(max_bytes=2000)
+    with pytest.raises(InvalidRequestError):
+        await big.create(TENANT, [new_message("user", "x" * 2000, parent=None)])
+    assert big.num_bytes == 0
