@@ -80,7 +80,7 @@ class SamplingRow:
                 penalised = torch.where(logits > 0, logits / penalty, logits * penalty)
                 torch.where(self._seen, penalised, logits, out=logits)
             logits.sub_(self._output_counts, alpha=params.frequency_penalty)
-            logits.sub_(self._output_counts > 0, alpha=params.presence_penalty)
+            logits.sub_(self._output_counts.clamp(max=1.0), alpha=params.presence_penalty)
         if len(self._bias_ids):
             logits.index_add_(0, self._bias_ids, self._bias)
         if self._masks_stop_tokens:

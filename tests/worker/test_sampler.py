@@ -1,0 +1,254 @@
+"""The sampler draws from the distribution it promises, for every option, and each row on its own."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from chatserve.sampling_params import SamplingParams
+from chatserve.worker.sampler import Samples, restrict, sample, top_ids
+from chatserve.worker.sampling_row import SamplingRow
+
+VOCAB = 320
+EOS = (2,)
+
+
+def row(
+    prompt: tuple[int, ...] = (5, 9), output: tuple[int, ...] = (), vocab: int = VOCAB, **options: Any
+) -> SamplingRow:
+    params = SamplingParams(**{"seed": 0, **options})
+    params.validate(vocab)
+    return SamplingRow(params, np.array([*prompt, *output], dtype=np.int32), len(prompt), vocab, EOS)
+
+
+def draw(logits: Tensor, **options: Any) -> int:
+    return int(sample(logits[None], [row(vocab=len(logits), **options)]).tokens[0])
+
+
+def random_logits(seed: int, rows: int = 1, vocab: int = VOCAB, scale: float = 3.0) -> Tensor:
+    """Rounded to bfloat16, as real ones are: ties are common."""
+    generator = torch.Generator().manual_seed(seed)
+    return (torch.randn(rows, vocab, generator=generator) * scale).bfloat16().float()
+
+
+def kept_by_definition(logits: Tensor, *, temperature: float, top_k: int, top_p: float, min_p: float) -> Tensor:
+    """Probabilities after min-p, top-k and top-p, one token at a time, in float64."""
+    p = torch.softmax(logits.double() / temperature, -1)
+    order = sorted(range(len(p)), key=lambda i: (-float(logits[i]), i))
+    order = [i for i in order if p[i] >= min_p * p.max() * (1 - 1e-9)]
+    order = order[: top_k or None]
+    mass = sum(float(p[i]) for i in order)
+    kept, reached = [], 0.0
+    for i in order:
+        kept.append(i)
+        reached += float(p[i]) / mass
+        if reached >= top_p:
+            break
+    out = torch.zeros_like(p)
+    out[kept] = p[kept] / p[kept].sum()
+    return out
+
+
+OPTIONS = [
+    {"temperature": 1.0},
+    {"temperature": 0.6, "top_k": 7},
+    {"temperature": 1.4, "top_p": 0.8},
+    {"temperature": 1.0, "min_p": 0.05},
+    {"temperature": 1.3, "top_k": 20, "top_p": 0.9, "min_p": 0.01},
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_draws_follow_the_distribution(options: dict[str, Any]) -> None:
+    """Chi-square over 20,000 seeds against the definition; nothing outside the kept set is ever drawn."""
+    logits = random_logits(1, vocab=40)[0]
+    full = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, **options}
+    expected = kept_by_definition(logits, **full).numpy() * 20_000
+    rows = [row(vocab=40, seed=seed, **options) for seed in range(20_000)]
+    tokens = sample(logits.expand(20_000, -1), rows).tokens
+    counts = np.bincount(tokens, minlength=40)
+    assert counts[expected == 0].sum() == 0
+    common = expected >= 5
+    chi_square = ((counts - expected)[common] ** 2 / expected[common]).sum()
+    freedom = max(1, common.sum() - 1)
+    assert chi_square < freedom + 5 * (2 * freedom) ** 0.5
+
+
+@pytest.mark.parametrize("vocab", [40, 320, 5000])
+def test_restriction_keeps_exactly_the_defined_set(vocab: int) -> None:
+    """Top-k and top-p keep the tokens of the definition, ties by id included, wide nuclei included."""
+    for seed, (k, p) in enumerate(itertools.product([0, 1, 2, 9, 300], [1.0, 0.9999, 0.9, 0.3, 1e-6])):
+        logits = random_logits(seed, vocab=vocab, scale=1.0)[0]
+        logits -= logits.max()
+        expected = kept_by_definition(logits, temperature=1.0, top_k=k, top_p=p, min_p=0.0) > 0
+        got = restrict(logits[None], torch.tensor([k or vocab]).clamp(max=vocab), torch.tensor([p]).double())[0]
+        assert torch.equal(torch.isfinite(got), expected), (vocab, k, p)
+
+
+def test_the_same_seed_and_position_give_the_same_token() -> None:
+    """Alone, again, in a batch, and after a resume with the same output so far."""
+    logits = random_logits(2, rows=64)
+    rows = [row(seed=i % 5, output=(4,) * (i % 7), temperature=1.2, top_p=0.95) for i in range(64)]
+    together = sample(logits, rows).tokens.tolist()
+    alone = [int(sample(logits[i : i + 1], [rows[i]]).tokens[0]) for i in range(64)]
+    assert together == alone
+    resumed = row(seed=3, output=(8, 9), temperature=1.5)
+    grown = row(seed=3, temperature=1.5)
+    for token in (8, 9):
+        grown.append(token)
+    assert sample(logits[:1], [resumed]).tokens == sample(logits[:1], [grown]).tokens
+    assert len({draw(logits[0], seed=seed, temperature=1.5) for seed in range(50)}) > 10
+
+
+def test_rows_with_different_options_do_not_influence_each_other() -> None:
+    """A batch of 64 rows, all options different, equals 64 single runs, log-probabilities included (cases F16)."""
+    logits = random_logits(3, rows=64)
+    rng = np.random.default_rng(0)
+
+    def options(i: int) -> dict[str, Any]:
+        return {
+            "seed": int(rng.integers(2**62)),
+            "temperature": float(rng.choice([0.0, 1e-12, 0.3, 1.0, 2.0])),
+            "top_k": int(rng.choice([0, 1, 5, 400])),
+            "top_p": float(rng.choice([1.0, 0.9, 1e-9])),
+            "min_p": float(rng.choice([0.0, 0.1, 1.0])),
+            "presence_penalty": float(rng.choice([0.0, -2.0, 2.0])),
+            "frequency_penalty": float(rng.choice([0.0, -2.0, 2.0])),
+            "repetition_penalty": float(rng.choice([1.0, 0.01, 100.0])),
+            "logit_bias": ((i, 100.0),) if i % 3 == 0 else (),
+            "min_tokens": int(rng.choice([0, 5])),
+            "logprobs": None if i % 2 else i % 21,
+        }
+
+    rows = [row(output=(7, 7, i), **options(i)) for i in range(64)]
+    together = sample(logits, rows)
+    alone = [sample(logits[i : i + 1], [rows[i]]) for i in range(64)]
+    assert together.finite.all()
+    assert together.tokens.tolist() == [int(one.tokens[0]) for one in alone]
+    assert together.logprobs is not None
+    assert [None if entry is None else entry.top_ids for entry in together.logprobs] == [
+        None if one.logprobs is None or one.logprobs[0] is None else one.logprobs[0].top_ids for one in alone
+    ]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 5e-324, 1e-38, 1e-12, 1e-6])
+def test_tiny_temperatures_are_greedy(temperature: float) -> None:
+    """They overflow nothing and pick the best token, the lowest id among equals (cases F4)."""
+    for scale in (1e-3, 3.0, 1e4):
+        logits = random_logits(4, scale=scale)[0]
+        logits[200] = logits.max() + scale / 16
+        assert draw(logits, temperature=temperature) == int(logits.argmax())
+
+
+def test_extreme_values_give_a_valid_token() -> None:
+    """Every pair of edge values, on ordinary, huge and constant logits: a token in range, from finite logits."""
+    edges: dict[str, list[Any]] = {
+        "temperature": [0.0, 1e-5, 2.0],
+        "top_k": [1, 2**31 - 1],
+        "top_p": [5e-324, 1.0],
+        "min_p": [1.0, 5e-324],
+        "presence_penalty": [-2.0, 2.0],
+        "frequency_penalty": [-2.0, 2.0],
+        "repetition_penalty": [0.01, 100.0],
+        "logit_bias": [((5, -100.0), (5, -100.0)), tuple((i, 100.0) for i in range(VOCAB))],
+        "stop_token_ids": [tuple(range(128))],
+        "min_tokens": [10],
+    }
+    singles = [{name: value} for name, values in edges.items() for value in values]
+    pairs = [a | b for a, b in itertools.combinations(singles, 2) if not a.keys() & b.keys()]
+    for logits in (random_logits(5)[0], torch.full((VOCAB,), 3e4), torch.zeros(VOCAB), random_logits(6)[0] * 1e30):
+        rows = [row(output=(5, 5, 6), **options) for options in pairs]
+        result = sample(logits.expand(len(rows), -1), rows)
+        assert result.finite.all()
+        assert ((result.tokens >= 0) & (result.tokens < VOCAB)).all()
+
+
+def test_penalties_by_their_formulas() -> None:
+    """Repetition scales what prompt or output holds; presence and frequency subtract for the output only."""
+    logits = random_logits(7)[0]
+    state = row(prompt=(5, 9), output=(9, 30, 30), repetition_penalty=2.0, presence_penalty=0.5, frequency_penalty=0.25)
+    state.append(31)
+    got = logits.clone()
+    state.adjust(got)
+    expected = logits.clone()
+    for token in (5, 9, 30, 31):
+        expected[token] = expected[token] / 2 if expected[token] > 0 else expected[token] * 2
+    for token, count in ((9, 1), (30, 2), (31, 1)):
+        expected[token] -= 0.5 + 0.25 * count
+    torch.testing.assert_close(got, expected)
+
+
+def test_logit_bias_forces_and_forbids() -> None:
+    """+100 makes a token certain, -100 impossible; the last id of the vocabulary works (cases F1)."""
+    logits = random_logits(8)[0]
+    best = int(logits.argmax())
+    assert all(draw(logits, seed=s, logit_bias=((VOCAB - 1, 100.0),)) == VOCAB - 1 for s in range(20))
+    assert all(draw(logits, seed=s, logit_bias=((best, -100.0),)) != best for s in range(50))
+
+
+def test_stop_tokens_wait_for_min_tokens() -> None:
+    """Until then neither the model's end token nor a requested one is drawn; a bias cannot undo it."""
+    logits = random_logits(9)[0]
+    logits[2], logits[50] = 30.0, 29.0
+    options: dict[str, Any] = {
+        "temperature": 0.0,
+        "min_tokens": 2,
+        "stop_token_ids": (50,),
+        "logit_bias": ((2, 100.0),),
+    }
+    state = row(**options)
+    drawn = []
+    for _ in range(3):
+        token = int(sample(logits[None], [state]).tokens[0])
+        state.append(token)
+        drawn.append(token)
+    assert drawn[2] == 2
+    assert not {2, 50} & set(drawn[:2])
+    assert draw(logits, **{**options, "ignore_eos": True}) == 2
+
+
+def test_logprobs_are_those_of_the_unmodified_distribution() -> None:
+    """Neither temperature nor penalties nor truncation shows in them; alternatives are sorted, ties by id."""
+    logits = random_logits(10)
+    expected = logits[0].double().log_softmax(-1)
+    state = row(temperature=0.3, top_k=2, repetition_penalty=3.0, logit_bias=((77, 50.0),), logprobs=20)
+    result = sample(logits, [state])
+    entry = entry_of(result)
+    assert result.tokens[0] == 77
+    assert entry.chosen == pytest.approx(float(expected[77]), abs=1e-5)
+    ids = np.frombuffer(entry.top_ids, "<i4").tolist()
+    assert ids == sorted(range(VOCAB), key=lambda i: (-float(logits[0, i]), i))[:20]
+    assert np.frombuffer(entry.top_logprobs, "<f4") == pytest.approx(expected[ids].numpy(), abs=1e-5)
+    assert entry_of(sample(logits, [row(logprobs=0)])).top_ids == b""
+    assert sample(logits, [row()]).logprobs is None
+
+
+def entry_of(samples: Samples) -> Any:
+    assert samples.logprobs is not None
+    [entry] = samples.logprobs
+    return entry
+
+
+def test_best_ids_are_exact_among_ties() -> None:
+    """Of equal scores the lower ids come first, also where the cut falls among them."""
+    scores = torch.tensor([1.0, 3.0, 2.0, 3.0, 2.0, 2.0])
+    assert top_ids(scores, 4).tolist() == [1, 3, 2, 4]
+    assert top_ids(scores, 100).tolist() == [1, 3, 2, 4, 5, 0]
+    assert top_ids(scores, 0).tolist() == []
+
+
+def test_logits_that_are_not_finite_are_reported() -> None:
+    """NaN or infinity in a row marks that row only; the rest draws as without it (cases F5)."""
+    logits = random_logits(11, rows=4)
+    rows = [row(temperature=0.0), row(temperature=1.0), row(temperature=1.0, logprobs=3), row(temperature=0.7)]
+    clean = sample(logits, rows)
+    broken = logits.clone()
+    broken[1, 17], broken[2, 4] = torch.nan, torch.inf
+    result = sample(broken, rows)
+    assert result.finite.tolist() == [True, False, False, True]
+    assert result.tokens[[0, 3]].tolist() == clean.tokens[[0, 3]].tolist()
