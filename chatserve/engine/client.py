@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import Callable
 
 import msgspec
@@ -33,6 +34,9 @@ from chatserve.errors import ChatserveError, EngineUnavailableError
 from chatserve.sampling_params import SamplingParams
 from chatserve.scheduler.output import SampleLogprobs
 from chatserve.scope import Scope
+
+
+logger = logging.getLogger(__name__)
 
 
 class Delta(msgspec.Struct, frozen=True, gc=False):
@@ -286,7 +290,10 @@ class EngineClient:
         if ready != self._ready:
             self._ready = ready
             for callback in self._ready_callbacks:
-                callback(ready)
+                try:
+                    callback(ready)
+                except Exception:  # whoever watches must not be able to break what is watched
+                    logger.exception("a callback of on_ready_change failed")
 
     def handle_lost(self) -> None:
         """The engine is gone: not ready, and every stream and call ends now."""

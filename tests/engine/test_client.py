@@ -256,6 +256,19 @@ async def test_a_short_stop_is_forgiven() -> None:
 
 
 @on_uvloop
+async def test_a_stall_of_this_process_is_not_blamed_on_the_engine() -> None:
+    """After 2.5 s without the event loop everything sent meanwhile is still there, and the engine is kept."""
+    async with running(limits=Limits(suspect_after=1.0, dead_after=1.5, step_deadline=2.0)) as client:
+        stream = submit(client, SLOW, 20, max_tokens=150)
+        await read_tokens(stream, 1)
+        time.sleep(2.5)  # noqa: ASYNC251 - the stall is the point
+        events = await read_all(stream)
+        assert isinstance(events[-1], Finished)
+        assert events[-1].reason == "length"
+        assert client.restarts == 0
+
+
+@on_uvloop
 async def test_a_step_that_hangs_is_replaced_though_the_process_lives() -> None:
     """The heartbeat goes on while the step hangs: the step deadline ends it."""
     async with running(limits=Limits(step_deadline=1.0)) as client:
