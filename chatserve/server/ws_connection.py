@@ -197,9 +197,9 @@ class Connection:
         elif not self._greeted:
             raise InvalidRequestError("Say hello first.", code="hello_required", param="type")
         elif isinstance(command, wire.ChatSend):
-            turn = await self._hub.send(self._principal, command)
-            self._writer.send(turn.ack)
-            for answer in turn.answers:
+            sent = await self._hub.send(self._principal, command)
+            self._writer.send(sent.ack)
+            for answer in sent.answers:
                 self._writer.watch(answer)
                 self._answers.append(answer)
             self._answers = [answer for answer in self._answers if answer.terminal is None]

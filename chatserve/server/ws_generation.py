@@ -90,6 +90,7 @@ class LiveGeneration:
         if self.terminal is not None:
             raise RuntimeError(f"{self.gen} has ended already")
         self.terminal = terminal
+        self.token_ids = []  # they are the conversation's now; the text is kept for those who still watch
         self._wake()
 
     def watch(self, wake: Callable[[], None]) -> Watch:

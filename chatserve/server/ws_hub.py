@@ -14,11 +14,13 @@ import time
 from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from chatserve.errors import (
     ChatserveError,
     ConflictError,
+    ContextLengthError,
     GenerationFailedError,
     InvalidRequestError,
     NotFoundError,
@@ -39,18 +41,28 @@ if TYPE_CHECKING:
     from chatserve.text.tokenizer import Tokenizer
 
 IDEMPOTENCY_SECONDS = 600.0
-MAX_REMEMBERED_COMMANDS = 16384
+MAX_REMEMBERED = 4096
+"""Sends and ended generations remembered at most, over all tenants."""
+
 QUEUE_NOTICE_SECONDS = 0.5
 """How often a waiting client hears about its place, where that has changed."""
 
 _TRIM_TOKENS = 8
+_FIRST_SENDER_LEFT = "The socket that sent this first has gone before it was accepted; send it again."
+
+
+@dataclass(frozen=True)
+class Sent:
+    """What a `ChatSend` led to: its answer, and the logs of what was asked for."""
+
+    ack: wire.SendAck
+    answers: list[LiveGeneration]
 
 
 class Turn:
     """One engine request and the answers it produces."""
 
-    def __init__(self, ack: wire.SendAck, answers: list[LiveGeneration], generation: Generation, position: int) -> None:
-        self.ack = ack
+    def __init__(self, answers: list[LiveGeneration], generation: Generation, position: int) -> None:
         self.answers = answers
         self.generation = generation
         self.position = position
@@ -72,7 +84,8 @@ class ChatHub:
         self._context = context
         self._store = store
         self._turns: dict[str, Turn] = {}  # running, by generation id
-        self._sent: OrderedDict[tuple[str, str], tuple[float, asyncio.Future[Turn]]] = OrderedDict()
+        self._sent: OrderedDict[tuple[str, str], tuple[float, asyncio.Future[Sent]]] = OrderedDict()
+        self._ended: OrderedDict[str, str] = OrderedDict()  # generation id to tenant
 
     def active(self, tenant: str) -> list[wire.ActiveGeneration]:
         """The tenant's running answers."""
@@ -83,32 +96,30 @@ class ChatHub:
             if live.gen == gen and live.tenant == tenant
         ]
 
-    async def send(self, principal: Principal, command: wire.ChatSend) -> Turn:
-        """Accept a user message and start its answers; the same id within ten minutes gets the same turn.
+    async def send(self, principal: Principal, command: wire.ChatSend) -> Sent:
+        """Accept a user message and start its answers; the same id within ten minutes gets what the first one got.
 
         Raises:
             ChatserveError: refused; nothing was stored or started.
         """
         key = (principal.tenant, command.id)
         now = time.monotonic()
-        self._forget_commands(now)
+        self._forget_sends(now)
         known = self._sent.get(key)
         if known is not None:
             return await asyncio.shield(known[1])
-        future: asyncio.Future[Turn] = asyncio.get_running_loop().create_future()
+        future: asyncio.Future[Sent] = asyncio.get_running_loop().create_future()
         self._sent[key] = (now, future)
         try:
-            turn = await self._start(principal, command)
+            sent = await self._start(principal, command)
         except BaseException as error:
             del self._sent[key]
-            if isinstance(error, ChatserveError):
-                future.set_exception(error)
-                future.exception()  # it is raised below; a second sender of this id may see it too
-            else:
-                future.cancel()
+            known_error = error if isinstance(error, ChatserveError) else ConflictError(_FIRST_SENDER_LEFT)
+            future.set_exception(known_error)
+            future.exception()  # seen by a second sender of this id only, and usually there is none
             raise
-        future.set_result(turn)
-        return turn
+        future.set_result(sent)
+        return sent
 
     async def cancel(self, tenant: str, gen: str, *, reason: str = "cancelled") -> None:
         """Stop one answer and keep what was delivered. Idempotent; one that has ended stays as it is.
@@ -117,14 +128,12 @@ class ChatHub:
             NotFoundError: never heard of it, or it is another tenant's.
         """
         turn = self._turns.get(gen)
-        if turn is None:
-            if not self._was_known(tenant, gen):
-                raise NotFoundError("No such generation; it may have ended long ago.", param="gen")
-            return
-        live = next(answer for answer in turn.answers if answer.gen == gen)
-        if live.tenant != tenant:
+        live = None if turn is None else next(answer for answer in turn.answers if answer.gen == gen)
+        owner = self._ended.get(gen) if live is None else live.tenant
+        if owner != tenant:
             raise NotFoundError("No such generation; it may have ended long ago.", param="gen")
-        await self._close(turn, live, reason=reason)
+        if turn is not None and live is not None:
+            await self._close(turn, live, reason=reason)
 
     async def release(self, answers: Sequence[LiveGeneration]) -> None:
         """A socket has gone: answers that nobody watches any more are stopped at once."""
@@ -132,7 +141,7 @@ class ChatHub:
             if live.num_watches == 0 and live.terminal is None:
                 await self.cancel(live.tenant, live.gen, reason="abandoned")
 
-    async def _start(self, principal: Principal, command: wire.ChatSend) -> Turn:
+    async def _start(self, principal: Principal, command: wire.ChatSend) -> Sent:
         context = self._context
         _refuse_unimplemented(command)
         if not isinstance(command.content, str):
@@ -145,21 +154,22 @@ class ChatHub:
         chat = [ChatMessage(m.role, m.content, token_ids=m.token_ids) for m in (*history, *new)]
         rendered = await context.service.render_chat_off_loop(chat, scopes[-1])
         position = context.engine.num_waiting + 1
-        generation = context.service.start(
-            GenerationRequest(
-                prompt_ids=rendered.token_ids,
-                sampling=params.sampling,
-                scopes=scopes,
-                stop=params.stop,
-                include_stop_str_in_output=params.include_stop_str_in_output,
-                skip_special_tokens=params.skip_special_tokens,
-                priority=params.priority,
-            )
+        request = GenerationRequest(
+            prompt_ids=rendered.token_ids,
+            sampling=params.sampling,
+            scopes=scopes,
+            stop=params.stop,
+            include_stop_str_in_output=params.include_stop_str_in_output,
+            skip_special_tokens=params.skip_special_tokens,
+            priority=params.priority,
         )
+        try:
+            generation = context.service.start(request)
+        except ContextLengthError as error:
+            error.param = None if error.param is None else f"params.{error.param}"
+            raise
         user = new[-1]
-        answers = [
-            new_message("assistant", "", parent=user.id, state="running") for _ in range(generation.request.sampling.n)
-        ]
+        answers = [new_message("assistant", "", parent=user.id, state="running") for _ in range(params.sampling.n)]
         try:
             conv = command.conv
             if conv is None:
@@ -171,10 +181,10 @@ class ChatHub:
             raise
         lives = [LiveGeneration(new_id("g"), conv, answer.id, principal.tenant) for answer in answers]
         ack = wire.SendAck(command.id, conv, user.id, [wire.GenerationRef(live.gen, live.msg) for live in lives])
-        turn = Turn(ack, lives, generation, position)
+        turn = Turn(lives, generation, position)
         self._turns.update((live.gen, turn) for live in lives)
         turn.task = asyncio.create_task(self._run(turn), name=f"turn {lives[0].gen}")
-        return turn
+        return Sent(ack, lives)
 
     async def _prompt(self, tenant: str, command: wire.ChatSend) -> tuple[list[Message], list[Message]]:
         """The stored messages before the new ones, and the new ones (system prompt, user message)."""
@@ -287,6 +297,9 @@ class ChatHub:
         else:
             live.finish(self._done(turn, live, done.finish_reason if done is not None else reason))
         self._turns.pop(live.gen, None)
+        self._ended[live.gen] = live.tenant
+        if len(self._ended) > MAX_REMEMBERED:
+            self._ended.popitem(last=False)
 
     def _done(self, turn: Turn, live: LiveGeneration, reason: str) -> wire.Done:
         usage = turn.generation.usage
@@ -305,20 +318,10 @@ class ChatHub:
             live.text_sha256(),
         )
 
-    def _was_known(self, tenant: str, gen: str) -> bool:
-        return any(
-            owner == tenant
-            and future.done()
-            and not future.cancelled()
-            and future.exception() is None
-            and any(live.gen == gen for live in future.result().answers)
-            for (owner, _), (_, future) in self._sent.items()
-        )
-
-    def _forget_commands(self, now: float) -> None:
+    def _forget_sends(self, now: float) -> None:
         while self._sent:
             key, (sent_at, future) = next(iter(self._sent.items()))
-            expired = now - sent_at > IDEMPOTENCY_SECONDS or len(self._sent) > MAX_REMEMBERED_COMMANDS
+            expired = now - sent_at > IDEMPOTENCY_SECONDS or len(self._sent) > MAX_REMEMBERED
             if not expired or not future.done():
                 return
             del self._sent[key]

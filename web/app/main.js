@@ -89,7 +89,7 @@ input.addEventListener("keydown", (/** @type {KeyboardEvent} */ event) => {
   byId("composer").requestSubmit();
 });
 document.addEventListener("keydown", (event) => {
-  if (event.key === "Escape" && !byId("login").open) stop();
+  if (event.key === "Escape" && !event.isComposing && !byId("login").open) stop();
 });
 byId("system-toggle").addEventListener("click", () => {
   const panel = byId("system-panel");
