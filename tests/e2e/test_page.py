@@ -113,22 +113,25 @@ async def test_stop_keeps_the_partial_answer(chrome: Browser, folder: Path, how:
     assert text.strip() in engine.submissions[1].text
 
 
-async def test_new_chat_and_system_prompt(chrome: Browser, folder: Path) -> None:
-    """A new chat forgets the old one; a system prompt is part of the chat it begins."""
+async def test_new_chat_and_settings(chrome: Browser, folder: Path) -> None:
+    """A new chat forgets the old one; a system prompt is part of the chat it begins; the temperature is sent."""
     async with live_server(folder, FakeEngineClient()) as live, open_page(chrome, live) as page:
         await ask(page, "first")
         await answer(page)
         await page.click("#new-chat")
         await page.wait("document.querySelectorAll('.message').length === 0")
         assert await page.text("#empty-title") != ""
-        await page.click("#system-toggle")
+        await page.click("#settings-toggle")
         await page.type("Speak softly.")
+        await page.run("document.querySelector('#temperature').focus()")
+        await page.type("0.3")
         await ask(page, "second")
         await answer(page)
         assert await page.run("document.querySelector('#system').disabled")
     texts = [submission.text for submission in live.engine.submissions]
     assert "first" not in texts[1]
     assert texts[1].startswith("<257>system\nSpeak softly.<258>")
+    assert [submission.sampling.temperature for submission in live.engine.submissions] == [1.0, 0.3]
 
 
 async def test_leaving_a_chat_stops_its_answer(chrome: Browser, folder: Path) -> None:
@@ -279,7 +282,9 @@ async def test_narrow_screen(chrome: Browser, folder: Path) -> None:
         assert await page.run(
             "document.querySelector('#scroll').scrollWidth <= document.querySelector('#scroll').clientWidth"
         )
-        sizes = "['#send', '#new-chat', '#system-toggle'].map((s) => document.querySelector(s).getBoundingClientRect())"
+        sizes = (
+            "['#send', '#new-chat', '#settings-toggle'].map((s) => document.querySelector(s).getBoundingClientRect())"
+        )
         assert min(await page.run(f"{sizes}.map((r) => Math.min(r.height, r.width))")) >= 40
 
 
@@ -317,7 +322,7 @@ async def test_everything_has_a_name(chrome: Browser, folder: Path) -> None:
     ):
         await ask(page, "hi")
         await answer(page)
-        await page.click("#system-toggle")
+        await page.click("#settings-toggle")
         nodes = (await page.call("Accessibility.getFullAXTree"))["nodes"]
         shown = [node for node in nodes if not node.get("ignored")]
         roles = {node["role"]["value"] for node in shown}
@@ -325,7 +330,7 @@ async def test_everything_has_a_name(chrome: Browser, folder: Path) -> None:
         unnamed = [
             node["role"]["value"]
             for node in shown
-            if node["role"]["value"] in ("button", "textbox", "link", "article")
+            if node["role"]["value"] in ("button", "textbox", "spinbutton", "link", "article")
             and not node.get("name", {}).get("value")
         ]
         assert unnamed == []
@@ -350,4 +355,4 @@ async def test_keyboard_alone(chrome: Browser, folder: Path) -> None:
         for _ in range(12):
             await page.press("Tab")
             reached.add(await page.run("document.activeElement.id"))
-        assert {"system-toggle", "new-chat", "input"} <= reached
+        assert {"settings-toggle", "new-chat", "input"} <= reached

@@ -36,7 +36,9 @@ function onState(name, text) {
 /** @param {string} text */
 function submit(text) {
   if (text.trim() === "" || !connection.ready || openAnswer(state) !== null) return false;
-  const id = connection.command("chat.send", { content: text, ...place(state, byId("system").value.trim()) });
+  const temperature = byId("temperature").valueAsNumber;
+  const params = Number.isNaN(temperature) ? {} : { temperature };
+  const id = connection.command("chat.send", { content: text, params, ...place(state, byId("system").value.trim()) });
   view.follow = true;
   dispatch({ type: "send", id, text });
   return true;
@@ -91,10 +93,10 @@ input.addEventListener("keydown", (/** @type {KeyboardEvent} */ event) => {
 document.addEventListener("keydown", (event) => {
   if (event.key === "Escape" && !event.isComposing && !byId("login").open) stop();
 });
-byId("system-toggle").addEventListener("click", () => {
-  const panel = byId("system-panel");
+byId("settings-toggle").addEventListener("click", () => {
+  const panel = byId("settings");
   panel.hidden = !panel.hidden;
-  byId("system-toggle").setAttribute("aria-expanded", String(!panel.hidden));
+  byId("settings-toggle").setAttribute("aria-expanded", String(!panel.hidden));
   if (!panel.hidden) byId("system").focus();
 });
 byId("login").addEventListener("cancel", (/** @type {Event} */ event) => event.preventDefault());
