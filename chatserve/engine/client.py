@@ -35,7 +35,6 @@ from chatserve.sampling_params import SamplingParams
 from chatserve.scheduler.output import SampleLogprobs
 from chatserve.scope import Scope
 
-
 logger = logging.getLogger(__name__)
 
 

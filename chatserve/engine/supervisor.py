@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import signal
 from typing import Protocol
 
 import msgspec
@@ -151,17 +152,15 @@ class EngineSupervisor:
             await session.run()
             self._session = None
             self._ready.clear()
-            await asyncio.to_thread(session.dispose)
+            failure = await asyncio.to_thread(session.dispose)
             if self._closing.is_set():
                 return
             deaths = 1 if session.seconds_ready > self._limits.stable_after else deaths + 1
             load_failures = 0 if session.was_ready else load_failures + 1
             if session.permanent or load_failures >= self._limits.max_load_failures:
-                self.failure = session.failure
-                self._failed.set()
-                logger.error("the engine is given up after %d failure(s): %s", deaths, session.failure.message)
+                self._give_up(failure)
                 return
-            logger.warning("the engine is restarted: %s", session.failure.message)
+            logger.warning("the engine is restarted: %s", failure.message)
             if deaths > 1:
                 backoff = self._limits.first_backoff * 2 ** min(deaths - 2, 16)
                 with contextlib.suppress(TimeoutError):
@@ -169,20 +168,28 @@ class EngineSupervisor:
                 if self._closing.is_set():
                     return
             self.restarts += 1
-            child = EngineChild(self._config)
+            try:
+                child = EngineChild(self._config)
+            except OSError as error:
+                self._give_up(EngineUnavailableError(f"No engine process can be started: {error}."))
+                return
+
+    def _give_up(self, failure: ChatserveError) -> None:
+        self.failure = failure
+        self._failed.set()
+        logger.error("the engine is given up: %s", failure.message)
 
 
 class _Session:
     """One engine process, from its start to its end.
 
     Attributes:
-        failure: why it ended, for whoever runs the server.
         permanent: the next one would end the same way.
         seconds_ready: how long it was of use.
     """
 
     def __init__(self, child: EngineChild, listener: EngineListener, limits: Limits, ready: asyncio.Event) -> None:
-        self.failure: ChatserveError = EngineUnavailableError("The engine process died.")
+        self._failure: ChatserveError | None = None
         self.permanent = False
         self.seconds_ready = 0.0
         self._child = child
@@ -232,12 +239,17 @@ class _Session:
             self._child.kill()
             await self._lost.wait()
 
-    def dispose(self) -> None:
-        """Kill whatever is left, reap it, close our ends. Blocks for a moment: call it on a thread."""
-        if self._child.wait(timeout=0.5) is None:
+    def dispose(self) -> ChatserveError:
+        """Kill whatever is left, reap it, close our ends; why it ended. Blocks for a moment: call it on a thread."""
+        status = self._child.wait(timeout=0.5)
+        if status is None:
             self._child.kill()
-            self._child.wait()
+            status = self._child.wait()
         self._child.close()
+        if self._failure is not None:
+            return self._failure
+        hint = "; the kernel may have run out of memory" if status == -signal.SIGKILL else ""
+        return EngineUnavailableError(f"The engine process died (exit status {status}{hint}).")
 
     def _handle(self, message: FromEngine) -> None:
         self._last_frame = self._loop.time()
@@ -252,7 +264,7 @@ class _Session:
             self._listener.handle_state(message)
         elif isinstance(message, EngineFailed):
             self.permanent = message.code in _PERMANENT
-            self.failure = _PERMANENT.get(message.code, EngineUnavailableError)(message.message)
+            self._failure = _PERMANENT.get(message.code, EngineUnavailableError)(message.message)
             self._channel.close()
 
     def _handle_lost(self) -> None:
@@ -292,6 +304,6 @@ class _Session:
             self._declare_dead(f"made no step for {self._limits.step_deadline:g} s")
 
     def _declare_dead(self, how: str) -> None:
-        self.failure = EngineUnavailableError(f"The engine process {how}.")
+        self._failure = EngineUnavailableError(f"The engine process {how}.")
         self._child.kill()
         self._channel.close()
