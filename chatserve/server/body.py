@@ -24,7 +24,8 @@ SLICE_MATCHES = 10_000
 """Brackets and strings looked at before other tasks get a turn (about 2 ms)."""
 
 _STRUCTURE = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"?|[\[\]{}]', re.DOTALL)
-_PATH = re.compile(r"^(?P<rule>.*?)(?: - at `(?P<path>[^`]*)`)?$", re.DOTALL)
+_PATH = re.compile(r"(.*?)(?: - at `\$?\.?([^`]*)`)?", re.DOTALL)
+_MISSING = re.compile(r"Object missing required field `(.*)`")
 
 
 class ClientGoneError(Exception):
@@ -90,15 +91,22 @@ def decode(body: bytes | msgspec.Raw, kind: type[T]) -> T:
     try:
         return msgspec.json.decode(body, type=kind)
     except msgspec.ValidationError as error:
-        match = _PATH.match(str(error))
-        rule, path = (match["rule"], match["path"]) if match else (str(error), None)
-        param = (path or "").removeprefix("$").removeprefix(".").replace("[...]", "") or None
-        where = f"{param}: " if param else ""
-        raise InvalidRequestError(f"{where}{rule.replace('`', '')}.", param=param) from None
+        rule, param = _explain(str(error))
+        raise InvalidRequestError(f"{param}: {rule}." if param else f"{rule}.", param=param) from None
     except msgspec.DecodeError as error:
         raise InvalidRequestError(f"The body is not valid JSON: {error}.") from None
     except (RecursionError, UnicodeError):
         raise InvalidRequestError("The body is not valid JSON.") from None
+
+
+def _explain(message: str) -> tuple[str, str | None]:
+    """The rule a value broke, and the field's path, from msgspec's message."""
+    match = _PATH.fullmatch(message)
+    rule, path = match.groups("") if match is not None else (message, "")
+    path = path.replace("[...]", "")
+    if missing := _MISSING.fullmatch(rule):
+        return "this field is required", f"{path}.{missing[1]}".removeprefix(".")
+    return rule.replace("`", ""), path or None
 
 
 async def wait_for_disconnect(receive: Receive) -> None:

@@ -80,20 +80,9 @@ async def _collect(generations: Sequence[Generation]) -> list[Outcome]:
 
 
 def stream(
-    request: Request,
-    generations: Sequence[Generation],
-    encoder: ChunkEncoder,
-    config: ServerConfig,
-    *,
-    roles: bool,
-    usage: bool,
+    request: Request, generations: Sequence[Generation], encoder: ChunkEncoder, config: ServerConfig
 ) -> Response:
-    """A streamed response over started generations.
-
-    Args:
-        roles: chat streams open every choice with its role.
-        usage: end with the chunk that carries the counts.
-    """
+    """A streamed response over started generations; choice ``c`` of generation ``g`` is number ``g * n + c``."""
     num_choices = generations[0].request.sampling.n
 
     async def produce(writer: EventWriter) -> None:
@@ -107,12 +96,12 @@ def stream(
                         frames.append(encoder.delta(first + item.choice, item, generation.usage))
                     elif isinstance(item, ChoiceDone):
                         frames.append(encoder.done(first + item.choice, item, generation.usage))
-                    elif roles and isinstance(item, PromptStarted):
+                    elif encoder.is_chat and isinstance(item, PromptStarted):
                         frames += [encoder.role(first + choice, generation.usage) for choice in range(num_choices)]
                 if frames:
                     await writer.write(b"".join(frames))
-            last = encoder.final_usage([generation.usage for generation in generations]) if usage else b""
-            await writer.write(last + DONE)
+            usages = [generation.usage for generation in generations]
+            await writer.write((encoder.final_usage(usages) if encoder.include_usage else b"") + DONE)
         except ChatserveError as error:
             await writer.write(event(encode_error(error)))
         except Exception:

@@ -22,6 +22,7 @@ from chatserve.server.wire import (
     CompletionTokensDetails,
     LogprobEntry,
     PromptTokensDetails,
+    StreamOptions,
     TopLogprobEntry,
     UsageInfo,
 )
@@ -44,7 +45,8 @@ def usage_info(usages: Sequence[Usage]) -> UsageInfo:
     prompt = sum(usage.prompt_tokens for usage in usages)
     completion = sum(usage.completion_tokens for usage in usages)
     cached = sum(usage.cached_tokens for usage in usages)
-    return UsageInfo(prompt, completion, prompt + completion, PromptTokensDetails(cached), CompletionTokensDetails())
+    details = PromptTokensDetails(cached, prompt - cached)
+    return UsageInfo(prompt, completion, prompt + completion, details, CompletionTokensDetails())
 
 
 def chat_logprobs(tokens: Sequence[TokenLogprob]) -> ChatLogprobs:
@@ -76,30 +78,28 @@ class ChunkEncoder:
     """Frames of one stream.
 
     Attributes:
-        include_usage: other chunks say ``"usage": null`` and the last one tells.
-        continuous_usage: every chunk tells.
+        is_chat: choices open with a role.
+        include_usage: other chunks say ``"usage": null`` and the last one tells the counts.
     """
 
-    def __init__(
-        self,
-        head: ChunkHead,
-        num_choices: int,
-        *,
-        include_usage: bool,
-        continuous_usage: bool,
-        logprobs: int | None,
-    ) -> None:
-        self._chat = head.object == "chat.completion.chunk"
+    def __init__(self, head: ChunkHead, num_choices: int, *, options: StreamOptions, logprobs: int | None) -> None:
+        """
+        Args:
+            num_choices: over all prompts.
+            options: with ``continuous_usage_stats`` every chunk tells its prompt's counts so far.
+            logprobs: alternatives asked for; ``None`` for no log-probabilities.
+        """
+        self.is_chat = head.object == "chat.completion.chunk"
+        self.include_usage = bool(options.include_usage)
+        self._continuous_usage = bool(options.continuous_usage_stats)
         self._head = _encode(head)[:-1]
-        self._include_usage = include_usage
-        self._continuous_usage = continuous_usage
         self._logprobs = logprobs
-        opening = b'"delta":{"content":' if self._chat else b'"text":'
+        opening = b'"delta":{"content":' if self.is_chat else b'"text":'
         self._before = [
             b'data: %s,"choices":[{"index":%d,%s' % (self._head, index, opening) for index in range(num_choices)
         ]
-        self._after_text = b"}" if self._chat else b""
-        self._tail = b',"usage":null}\n\n' if include_usage else b"}\n\n"
+        self._after_text = b"}" if self.is_chat else b""
+        self._tail = b',"usage":null}\n\n' if self.include_usage else b"}\n\n"
         self._after = self._after_text + b',"logprobs":null,"finish_reason":null}]' + self._tail
         self._offsets = [0] * num_choices
 
@@ -114,7 +114,7 @@ class ChunkEncoder:
             return self._before[index] + _encode(delta.text) + self._after
         logprobs = b"null"
         if self._logprobs is not None:
-            if self._chat:
+            if self.is_chat:
                 logprobs = _encode(chat_logprobs(delta.logprobs))
             else:
                 offset = self._offsets[index]
@@ -127,7 +127,7 @@ class ChunkEncoder:
         """The last chunk of a choice: no text, and the one finish reason."""
         choice = b'{"index":%d,%s,"logprobs":null,"finish_reason":%s,"stop_reason":%s}' % (
             index,
-            b'"delta":{}' if self._chat else b'"text":""',
+            b'"delta":{}' if self.is_chat else b'"text":""',
             _encode(done.finish_reason),
             _encode(done.stop_reason),
         )

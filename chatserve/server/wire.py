@@ -120,7 +120,10 @@ class LoginRequest(msgspec.Struct):
 
 
 class PromptTokensDetails(msgspec.Struct):
+    """Prompt tokens whose KV was reused, and those that were computed and are cached from now on."""
+
     cached_tokens: int
+    cache_write_tokens: int
 
 
 class CompletionTokensDetails(msgspec.Struct):

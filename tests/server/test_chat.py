@@ -48,7 +48,7 @@ async def test_whole_answer(live: LiveServer) -> None:
         "prompt_tokens": prompt,
         "completion_tokens": 7,
         "total_tokens": prompt + 7,
-        "prompt_tokens_details": {"cached_tokens": 0},
+        "prompt_tokens_details": {"cached_tokens": 0, "cache_write_tokens": prompt},
         "completion_tokens_details": {"reasoning_tokens": 0},
     }
 
@@ -77,7 +77,7 @@ async def test_stream_framing(live: LiveServer) -> None:
     assert all(chunk["usage"] is None for chunk in chunks[:-1])
     assert usage["choices"] == []
     assert usage["usage"]["completion_tokens"] == 3
-    assert usage["usage"]["prompt_tokens_details"] == {"cached_tokens": 5}
+    assert usage["usage"]["prompt_tokens_details"] == {"cached_tokens": 5, "cache_write_tokens": 16}
 
 
 @pytest.mark.asyncio

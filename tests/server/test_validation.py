@@ -98,7 +98,7 @@ BAD: list[tuple[dict[str, Any], str | None]] = [
     ({"messages": None}, "messages"),
     ({"messages": "hi"}, "messages"),
     ({"messages": [1]}, "messages[0]"),
-    ({"messages": [{}]}, "messages[0]"),
+    ({"messages": [{}]}, "messages[0].role"),
     ({"messages": [{"role": "user"}]}, "messages[0].content"),
     ({"messages": [{"role": "user", "content": None}]}, "messages[0].content"),
     ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
@@ -271,6 +271,7 @@ async def test_encodings_and_media_types(live: LiveServer) -> None:
         b'{"messages": [}', b"{'messages': 1}", b'{"messages":NaN}',
     ):  # fmt: skip
         await refused(live, CHAT, content or b" ")
+    assert (await refused(live, CHAT, b"{}")).error["param"] == "messages"
     empty = await live.request("POST", CHAT, headers={"Content-Type": "application/json", "Content-Length": "0"})
     assert empty.status == 400
     for kind in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x", "",

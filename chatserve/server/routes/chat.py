@@ -15,7 +15,14 @@ from chatserve.server.generation import GenerationRequest
 from chatserve.server.middleware import request_info
 from chatserve.server.parse import parse_messages, parse_request, parse_sampling, parse_stop
 from chatserve.server.routes.reply import json_response
-from chatserve.server.wire import AssistantMessage, ChatChoice, ChatCompletion, ChatCompletionRequest, ChunkHead
+from chatserve.server.wire import (
+    AssistantMessage,
+    ChatChoice,
+    ChatCompletion,
+    ChatCompletionRequest,
+    ChunkHead,
+    StreamOptions,
+)
 
 
 class ChatCompletions:
@@ -33,36 +40,29 @@ class ChatCompletions:
         messages = parse_messages(body.messages, config)
         scopes = context.scopes_for(request_info(request.scope).principal, body.cache_salt or "")
         prompt = await context.service.render_chat_off_loop(messages, scopes[-1])
-        generation = context.service.start(
-            GenerationRequest(
-                prompt_ids=prompt.token_ids,
-                sampling=sampling,
-                scopes=scopes,
-                stop=stop,
-                include_stop_str_in_output=bool(body.include_stop_str_in_output),
-                skip_special_tokens=body.skip_special_tokens is not False,
-                priority=body.priority or 0,
-            )
+        generation_request = GenerationRequest(
+            prompt_ids=prompt.token_ids,
+            sampling=sampling,
+            scopes=scopes,
+            stop=stop,
+            include_stop_str_in_output=bool(body.include_stop_str_in_output),
+            skip_special_tokens=body.skip_special_tokens is not False,
+            priority=body.priority or 0,
         )
         answer_id, created = response_id("chatcmpl"), int(time.time())
         system_fingerprint = fingerprint(info.weights_revision)
         if body.stream:
-            options = body.stream_options
-            include_usage = bool(options and options.include_usage)
-            encoder = ChunkEncoder(
-                ChunkHead(
-                    id=answer_id,
-                    object="chat.completion.chunk",
-                    created=created,
-                    model=context.model_name,
-                    system_fingerprint=system_fingerprint,
-                ),
-                sampling.n,
-                include_usage=include_usage,
-                continuous_usage=bool(options and options.continuous_usage_stats),
-                logprobs=sampling.logprobs,
+            options = body.stream_options or StreamOptions()
+            head = ChunkHead(
+                id=answer_id,
+                object="chat.completion.chunk",
+                created=created,
+                model=context.model_name,
+                system_fingerprint=system_fingerprint,
             )
-            return stream(request, [generation], encoder, config, roles=True, usage=include_usage)
+            encoder = ChunkEncoder(head, sampling.n, options=options, logprobs=sampling.logprobs)
+            return stream(request, [context.service.start(generation_request)], encoder, config)
+        generation = context.service.start(generation_request)
         outcomes = await collect(request, [generation])
         choices = [
             ChatChoice(

@@ -19,7 +19,7 @@ from chatserve.server.generation import Generation, GenerationRequest
 from chatserve.server.middleware import request_info
 from chatserve.server.parse import parse_prompts, parse_request, parse_sampling, parse_stop
 from chatserve.server.routes.reply import json_response
-from chatserve.server.wire import ChunkHead, CompletionRequest, TextChoice, TextCompletion
+from chatserve.server.wire import ChunkHead, CompletionRequest, StreamOptions, TextChoice, TextCompletion
 
 
 class Completions:
@@ -49,26 +49,20 @@ class Completions:
             )
             for prompt in parse_prompts(body.prompt, info.vocab_size)
         ]
-        generations = self._start(requests)
         answer_id, created = response_id("cmpl"), int(time.time())
         system_fingerprint = fingerprint(info.weights_revision)
         if body.stream:
-            options = body.stream_options
-            include_usage = bool(options and options.include_usage)
-            encoder = ChunkEncoder(
-                ChunkHead(
-                    id=answer_id,
-                    object="text_completion",
-                    created=created,
-                    model=context.model_name,
-                    system_fingerprint=system_fingerprint,
-                ),
-                sampling.n * len(generations),
-                include_usage=include_usage,
-                continuous_usage=bool(options and options.continuous_usage_stats),
-                logprobs=sampling.logprobs,
+            options = body.stream_options or StreamOptions()
+            head = ChunkHead(
+                id=answer_id,
+                object="text_completion",
+                created=created,
+                model=context.model_name,
+                system_fingerprint=system_fingerprint,
             )
-            return stream(request, generations, encoder, config, roles=False, usage=include_usage)
+            encoder = ChunkEncoder(head, sampling.n * len(requests), options=options, logprobs=sampling.logprobs)
+            return stream(request, self._start(requests), encoder, config)
+        generations = self._start(requests)
         outcomes = await collect(request, generations)
         return json_response(
             TextCompletion(
