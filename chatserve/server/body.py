@@ -20,10 +20,13 @@ from chatserve.errors import InvalidRequestError, RequestTooLargeError, Unsuppor
 
 T = TypeVar("T")
 
-SLICE_MATCHES = 10_000
-"""Brackets and strings looked at before other tasks get a turn (about 2 ms)."""
+MAX_VALUES = 160_000
+"""Values one body may hold: more than any prompt of token ids has, few enough to decode in some milliseconds."""
 
-_STRUCTURE = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"?|[\[\]{}]', re.DOTALL)
+SLICE_MATCHES = 10_000
+"""Brackets, commas and strings looked at before other tasks get a turn (about 2 ms)."""
+
+_STRUCTURE = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"?|[\[\]{},]', re.DOTALL)
 _PATH = re.compile(r"(.*?)(?: - at `\$?\.?([^`]*)`)?", re.DOTALL)
 _MISSING = re.compile(r"Object missing required field `(.*)`")
 
@@ -38,7 +41,7 @@ async def read_json_body(request: Request, config: ServerConfig) -> bytes:
     Raises:
         UnsupportedMediaTypeError: another media type, charset or content coding. Nothing was read.
         RequestTooLargeError: longer than ``max_body_bytes``. The rest was not read.
-        InvalidRequestError: not UTF-8, or nested deeper than ``max_nesting_depth``.
+        InvalidRequestError: not UTF-8, nested deeper than ``max_nesting_depth``, or of too many values.
         ClientGoneError: it hung up before the end.
     """
     _check_media_type(request)
@@ -61,19 +64,20 @@ async def read_json_body(request: Request, config: ServerConfig) -> bytes:
         whole.decode("utf-8")
     except UnicodeDecodeError as error:
         raise InvalidRequestError(f"The body is not UTF-8 (byte {error.start}).") from None
-    for _ in scan_nesting(whole, config.max_nesting_depth):
+    for _ in scan_structure(whole, config.max_nesting_depth):
         await asyncio.sleep(0)
     return whole
 
 
-def scan_nesting(body: bytes, max_depth: int) -> Iterator[None]:
-    """Raise `InvalidRequestError` where brackets nest deeper than ``max_depth``; yields between slices of work.
+def scan_structure(body: bytes, max_depth: int, max_values: int = MAX_VALUES) -> Iterator[None]:
+    """Raise `InvalidRequestError` where brackets nest too deep or values are too many, before a parser allocates.
 
-    A body with few brackets, which is nearly every one, costs two byte counts.
+    Yields between slices of work. A body with few brackets and commas, which is nearly every one, costs three byte
+    counts.
     """
-    if body.count(b"[") + body.count(b"{") <= max_depth:
+    if body.count(b"[") + body.count(b"{") <= max_depth and body.count(b",") < max_values:
         return
-    depth = 0
+    depth, values = 0, 1
     for position, match in enumerate(_STRUCTURE.finditer(body)):
         first = body[match.start()]
         if first in b"[{":
@@ -82,6 +86,10 @@ def scan_nesting(body: bytes, max_depth: int) -> Iterator[None]:
                 raise InvalidRequestError(f"The JSON is nested deeper than {max_depth} levels.")
         elif first in b"]}":
             depth -= 1
+        elif first in b",":
+            values += 1
+            if values > max_values:
+                raise InvalidRequestError(f"The JSON holds more than {max_values} values.")
         if position % SLICE_MATCHES == SLICE_MATCHES - 1:
             yield
 

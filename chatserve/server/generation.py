@@ -61,7 +61,8 @@ __all__ = [
 
 INT32_BYTES = 4
 OFF_LOOP_CHARS = 32 * 1024
-"""Texts longer than this are rendered and encoded in a thread, so that no stream waits for them."""
+OFF_LOOP_MESSAGES = 64
+"""Longer texts and conversations are rendered and encoded in a thread, so that no stream waits for them."""
 
 
 class GenerationRequest(msgspec.Struct, kw_only=True):
@@ -226,6 +227,7 @@ class GenerationService:
         self._answers = answers
         self._max_queued = config.engine.scheduler.max_num_queued_reqs
         self._running: set[Generation] = set()
+        self._longest_token: int | None = None
 
     @property
     def num_running(self) -> int:
@@ -327,10 +329,26 @@ class GenerationService:
         self, messages: Sequence[ChatMessage], scope: Scope, *, add_generation_prompt: bool = True
     ) -> RenderedPrompt:
         """`render_chat`, in a thread where the conversation is long."""
+        num_chars = sum(len(message.content) for message in messages)
+        await self.refuse_oversized(num_chars)
         known = self._recall(messages, scope)
-        if sum(len(message.content) for message in known) <= OFF_LOOP_CHARS:
+        if num_chars <= OFF_LOOP_CHARS and len(known) <= OFF_LOOP_MESSAGES:
             return self.template.render(known, add_generation_prompt=add_generation_prompt)
         return await asyncio.to_thread(self.template.render, known, add_generation_prompt=add_generation_prompt)
+
+    async def refuse_oversized(self, num_chars: int) -> None:
+        """Raise `ContextLengthError` for a text that cannot fit however well it is encoded, before it is encoded."""
+        limit = self.context_length()
+        if num_chars <= OFF_LOOP_CHARS:
+            return
+        if self._longest_token is None:
+            self._longest_token = await asyncio.to_thread(_longest_token, self.tokenizer)
+        at_least = -(-num_chars // self._longest_token)
+        if at_least > limit:
+            raise ContextLengthError(
+                f"This model holds at most {limit} tokens of prompt and output here. The prompt has {num_chars} "
+                f"characters, which is at least {at_least} tokens. Shorten it."
+            )
 
     async def encode(self, text: str, *, add_special_tokens: bool) -> bytes:
         """int32 ids of a text; long ones are encoded in a thread."""
@@ -362,3 +380,8 @@ class GenerationService:
                     message = msgspec.structs.replace(message, token_ids=ids)
             known.append(message)
         return known
+
+
+def _longest_token(tokenizer: Tokenizer) -> int:
+    """Bytes of the longest token."""
+    return max(len(tokenizer.token_bytes(token)) for token in range(tokenizer.vocab_size))

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from chatserve.errors import ChatserveError
-from chatserve.server.body import scan_nesting
+from chatserve.server.body import scan_structure
 from chatserve.server.parse import parse_request
 from chatserve.server.unsupported import NO_OPS
 from chatserve.server.wire import ChatCompletionRequest, CompletionRequest
@@ -298,6 +298,14 @@ async def test_context_length(live: LiveServer) -> None:
     chat = await refused(live, CHAT, {"messages": [{"role": "user", "content": "x" * 2000}]})
     assert chat.error["code"] == "context_length_exceeded"
     await refused(live, CHAT, {"messages": HI, "min_tokens": 5000})
+    # Beyond what even the longest tokens could hold, the count is a bound and nothing is encoded.
+    for path, fields in (
+        (COMPLETIONS, {"prompt": "x" * 3_000_000}),
+        (CHAT, {"messages": [{**HI[0], "content": "x" * 3_000_000}]}),
+    ):
+        reply = await refused(live, path, fields)
+        assert reply.error["code"] == "context_length_exceeded"
+        assert "at least" in reply.error["message"]
 
 
 @pytest.mark.asyncio
@@ -315,6 +323,16 @@ async def test_big_prompts_do_not_block_the_loop(live: LiveServer) -> None:
     assert sorted(waits)[int(len(waits) * 0.9)] < 0.25
 
 
+@pytest.mark.asyncio
+async def test_too_many_values(live: LiveServer) -> None:
+    """Millions of tiny values are refused before they become objects; as many commas inside a text are text."""
+    for field in (b"unknown", b"messages", b"stop", b"metadata"):
+        many = b'{"%s":[%s1],"messages":[]}' % (field, b"1," * 1_000_000)
+        assert "values" in (await refused(live, CHAT, many)).error["message"]
+    assert "values" in (await refused(live, COMPLETIONS, {"prompt": [1] * 200_000})).error["message"]
+    assert (await live.chat(unknown="," * 1_000_000)).status == 200
+
+
 @settings(max_examples=200, deadline=None)
 @given(JSON_VALUES)
 def test_nesting_is_counted_as_json_counts_it(value: Any) -> None:
@@ -327,10 +345,10 @@ def test_nesting_is_counted_as_json_counts_it(value: Any) -> None:
 
     text = json.dumps(value).encode()
     actual = depth(value)
-    list(scan_nesting(text, actual))
+    list(scan_structure(text, actual))
     if actual:
         with pytest.raises(ChatserveError):
-            list(scan_nesting(text, actual - 1))
+            list(scan_structure(text, actual - 1))
 
 
 @settings(max_examples=400, deadline=None)

@@ -77,6 +77,7 @@ class Completions:
 
     async def _encode(self, prompt: str | list[int], add_special_tokens: bool) -> bytes:
         if isinstance(prompt, str):
+            await self._context.service.refuse_oversized(len(prompt))
             return await self._context.service.encode(prompt, add_special_tokens=add_special_tokens)
         return array("i", prompt).tobytes()
 
