@@ -7,8 +7,10 @@ hands the socket to `ws_connection`. The application includes `websocket_routes`
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING
 
+import structlog
 from starlette.routing import WebSocketRoute
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
@@ -48,6 +50,7 @@ class _Endpoint:
         self._hub = hub
         self._limits = limits
         self._num_open = 0
+        self._log = structlog.get_logger("chatserve.websocket")
 
     async def serve(self, websocket: WebSocket) -> None:
         """One socket's whole life."""
@@ -63,14 +66,18 @@ class _Endpoint:
             await websocket.send_denial_response(error_response(error))
             return
         self._num_open += 1
+        began = time.monotonic()
+        fail = fail_function(websocket.scope) or _leave
+        connection = Connection(websocket, self._context, self._hub, principal, self._limits, fail)
         try:
             await websocket.accept(wire.SUBPROTOCOL)
-            fail = fail_function(websocket.scope)
-            await Connection(websocket, self._context, self._hub, principal, self._limits, fail or _leave).run()
+            await connection.run()
         except WebSocketDisconnect:
             pass  # it left during the handshake
         finally:
             self._num_open -= 1
+            seconds = round(time.monotonic() - began, 1)
+            self._log.info("websocket", connection=connection.id, commands=connection.num_commands, seconds=seconds)
 
     def _admit(self, websocket: WebSocket) -> Principal:
         if wire.SUBPROTOCOL not in websocket.scope["subprotocols"]:

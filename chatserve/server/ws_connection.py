@@ -57,6 +57,10 @@ class _Closing(Exception):  # noqa: N818 - not an error: how the reader says goo
 class Connection:
     """The server's half of one socket.
 
+    Attributes:
+        id: names it in the log and in `Welcome`.
+        num_commands: frames it sent.
+
     Args:
         fail: closes the socket at once, whatever is still unwritten (the peer may not be reading).
     """
@@ -70,7 +74,8 @@ class Connection:
         limits: ConnectionLimits,
         fail: Callable[[int, str], None],
     ) -> None:
-        self._id = new_id("w")
+        self.id = new_id("w")
+        self.num_commands = 0
         self._websocket = websocket
         self._context = context
         self._hub = hub
@@ -90,9 +95,9 @@ class Connection:
 
     async def run(self) -> None:
         """Serve until either side closes; then stop the answers that nobody else watches."""
-        reader = asyncio.create_task(self._read(), name=f"{self._id} reader")
-        writer = asyncio.create_task(self._writer.run(), name=f"{self._id} writer")
-        drain = asyncio.create_task(self._tell_draining(), name=f"{self._id} drain")
+        reader = asyncio.create_task(self._read(), name=f"{self.id} reader")
+        writer = asyncio.create_task(self._writer.run(), name=f"{self.id} writer")
+        drain = asyncio.create_task(self._tell_draining(), name=f"{self.id} drain")
         try:
             await asyncio.wait({reader, writer}, return_when=asyncio.FIRST_COMPLETED)
             if writer.done():
@@ -159,6 +164,7 @@ class Connection:
         return str(text)
 
     def _spend(self) -> None:
+        self.num_commands += 1
         now = time.monotonic()
         rate = self._limits.commands_per_second
         self._allowance = min(self._limits.command_burst, self._allowance + (now - self._allowance_at) * rate)
@@ -216,7 +222,7 @@ class Connection:
         context = self._context
         self._writer.send(
             wire.Welcome(
-                conn=self._id,
+                conn=self.id,
                 server=wire.ServerInfo("chatserve", chatserve.__version__, self._hub.boot, context.model_name),
                 tenant=self._principal.tenant,
                 limits=wire.Limits(

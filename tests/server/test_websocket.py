@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -295,6 +296,30 @@ async def test_stop_strings(live: LiveServer) -> None:
         await client.ask("two", conv=ack["conv"])
     assert (text, end["reason"]) == ("Hello", "stop")
     assert "assistant\nHello<258>" in live.engine.submissions[1].text
+
+
+@pytest.mark.parametrize(
+    "params", [{}, {"stop": "🙂"}, {"stop": [" and", "zz"]}, {"max_tokens": 9}, {"stop": "x", "n": 2}]
+)
+async def test_same_answer_as_over_http(live: LiveServer, params: dict[str, Any]) -> None:
+    """Text, reason and usage of one request do not depend on the transport."""
+    live.engine.script = say("Grüße 🙂 and more, ünd more")
+    fields = {"messages": [{"role": "user", "content": "hi"}], "seed": 5, **params}
+    whole = (await live.chat(**fields)).json
+    events = (await live.chat(**fields, stream=True)).chunks
+    async with ws_client(live) as client:
+        ack = await client.call("chat.send", content="hi", params={"seed": 5, **params})
+        for index, answer in enumerate(ack["gens"]):
+            end = await client.end_of(answer["gen"])
+            choice = whole["choices"][index]
+            assert client.texts[answer["gen"]] == choice["message"]["content"]
+            assert end["reason"] == choice["finish_reason"]
+            streamed = [c for event in events for c in event["choices"] if c["index"] == index]
+            assert client.texts[answer["gen"]] == "".join(c["delta"].get("content", "") for c in streamed)
+            assert end["usage"]["prompt_tokens"] == whole["usage"]["prompt_tokens"]
+            if len(ack["gens"]) == 1:
+                assert end["usage"]["completion_tokens"] == whole["usage"]["completion_tokens"]
+    assert len({tuple(submission.prompt) for submission in live.engine.submissions}) == 1
 
 
 async def test_full_queue(tiny_folder: Path) -> None:
