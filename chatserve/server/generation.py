@@ -23,6 +23,7 @@ from chatserve.errors import (
     ContextLengthError,
     DrainingError,
     EngineUnavailableError,
+    GenerationFailedError,
     InvalidRequestError,
     QueueFullError,
 )
@@ -133,7 +134,10 @@ class Generation:
                 raise self._failure
             if self._closed:
                 return []
-            if events := self._process(await self._wait()):
+            news = await self._wait()
+            if not news:  # the engine has ended it without saying how
+                self.fail(GenerationFailedError("The engine lost this request. Send it again."))
+            elif events := self._process(news):
                 return events
 
     def cancel(self) -> None:
