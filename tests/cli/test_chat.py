@@ -182,6 +182,13 @@ async def test_an_answer_that_breaks_off_is_an_error(tmp_path: Path) -> None:
     assert "before it was complete" in err
 
 
+async def test_a_failure_in_the_middle(folder: Path, tmp_path: Path) -> None:
+    """The server's words reach the user, after what had come, and the status tells."""
+    failure = say("half", reason="error", error_code="internal_error", error_message="Numbers went bad.")
+    async with live_server(folder, FakeEngineClient(failure)) as live:
+        assert await pipe(tmp_path, "hi", "--url", live.url) == (1, "half\n", "Error: Numbers went bad.\n")
+
+
 async def test_a_conversation_in_a_terminal(folder: Path, tmp_path: Path) -> None:
     """Turns build on each other; /new, /retry and /system do what they say; costs are shown; Ctrl-D leaves with 0."""
     engine = FakeEngineClient(say("first answer", cached_tokens=5))

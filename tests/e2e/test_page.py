@@ -191,6 +191,27 @@ async def test_connection_lost_and_found(chrome: Browser, folder: Path) -> None:
     assert await page.violations() == []
 
 
+async def test_a_dropped_connection_in_the_middle_of_an_answer(chrome: Browser, folder: Path) -> None:
+    """The answer visibly ends, the page reconnects without being asked, and the conversation goes on where it was."""
+    engine = FakeEngineClient(say("first"))
+    async with live_server(folder, engine) as live, open_page(chrome, live) as page:
+        await ask(page, "one")
+        await answer(page)
+        engine.script = say("par", hang=True)
+        await ask(page, "two")
+        await page.wait("[...document.querySelectorAll('.assistant .body')].at(-1).innerText === 'par'")
+        for connection in list(live.server.server_state.connections):
+            connection.transport.abort()
+        await page.wait("document.querySelector('.failure:not([hidden])')?.innerText.includes('connection was lost')")
+        assert engine.submissions[1].aborted
+        await page.wait("document.querySelector('#notice').hidden")
+        engine.script = say("second")
+        await page.click(".message:last-child .failure button")
+        assert await answer(page) == "second"
+        assert await page.run("document.querySelectorAll('.message').length") == 4
+    assert engine.submissions[2].text == engine.submissions[1].text
+
+
 async def test_login(chrome: Browser, folder: Path) -> None:
     """With keys the page asks once; the key ends up in no place that a script can read."""
     server = ServerConfig(port=0, drain_timeout=2.0, api_keys=("sk-right",))

@@ -342,6 +342,28 @@ async def test_slow_reader(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch, b
             assert await close_code(slow) == 4410
 
 
+async def test_a_reader_that_pauses_loses_nothing(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What piled up comes merged into few deltas, whole and in order; the client checks offsets and hash."""
+    text = "0123456789" * 4000
+    engine = FakeEngineClient(say(text))
+    engine.info = msgspec.structs.replace(engine.info, max_model_len=10**6, max_tokens_in_pool=10**6)
+    small_buffers(monkeypatch)
+    async with live_server(tiny_folder, engine) as live, ws_client(live, sock=narrow_socket(live.port)) as client:
+        ack = await client.call("chat.send", content="hi")
+        gen = ack["gens"][0]["gen"]
+        await client.until("gen.delta")
+        client.socket.transport.pause_reading()
+        async with asyncio.timeout(30):
+            while live.context.service.num_running:  # noqa: ASYNC110 - the condition belongs to the server
+                await asyncio.sleep(0.02)
+        client.socket.transport.resume_reading()
+        end = await client.end_of(gen)
+    assert client.texts[gen] == text
+    assert end["reason"] == "stop"
+    deltas = [message for message in client.messages if message["type"] == "gen.delta"]
+    assert sum(message["n"] for message in deltas) == len(text)
+
+
 async def test_a_peer_that_never_reads_again_is_cut_off(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Even the close frame is not waited for for ever: the connection is gone soon after 4410."""
     engine = FakeEngineClient(Script(tokens=ids("x" * 100_000), hang=True))
