@@ -373,6 +373,6 @@ async def test_drain_timeout_is_explicit(tiny_folder: Path) -> None:
         live.server.drain()
         end = await client.end_of(ack["gens"][0]["gen"])
         assert end["type"] == "gen.failed"
-        assert end["error"]["code"] == "draining"
+        assert end["error"]["code"] == "draining", end
         await client.socket.wait_closed()
         assert client.socket.close_code in (1001, 1012)
