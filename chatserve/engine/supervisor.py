@@ -149,7 +149,10 @@ class EngineSupervisor:
             if self._closing.is_set():
                 child.kill()
             session = self._session = _Session(child, self._listener, self._limits, self._ready)
-            await session.run()
+            try:
+                await session.run()
+            except Exception:  # a process that cannot be talked to counts as one that died
+                logger.exception("the engine's socket cannot be used")
             self._session = None
             self._ready.clear()
             failure = await asyncio.to_thread(session.dispose)
@@ -227,6 +230,7 @@ class _Session:
         finally:
             self._loop.remove_reader(self._child.heartbeat_fd)
             self._channel.close()
+            self._lost.set()
 
     async def stop(self) -> None:
         """End the process; returns when the connection is lost."""

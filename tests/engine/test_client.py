@@ -21,6 +21,7 @@ import uvloop
 
 from chatserve.config import CacheConfig, EngineConfig, ModelConfig
 from chatserve.engine.client import Delta, EngineClient, EngineStream, Event
+from chatserve.engine.launch import EngineChild
 from chatserve.engine.protocol import Finished, Started
 from chatserve.engine.supervisor import Limits
 from chatserve.errors import ChatserveError, ConfigError, EngineUnavailableError, ModelLoadError
@@ -409,3 +410,20 @@ async def test_signals_of_the_terminal_do_not_end_the_engine() -> None:
             os.kill(client.info.pid, number)
         assert_right(await read_all(stream), 20, 20)
         assert client.restarts == 0
+
+
+@on_uvloop
+async def test_an_engine_whose_socket_is_broken_counts_as_dead() -> None:
+    """A child that cannot be talked to is killed and replaced, and closing right after starting does not hang."""
+    child = EngineChild(CONFIG)
+    child.socket.close()
+    client = EngineClient(CONFIG, child)
+    await client.start()
+    await asyncio.wait_for(client.wait_ready(), 30)
+    assert client.restarts == 1
+    assert not is_alive(child.pid)
+    assert_right(await read_all(submit(client, GOOD)), 20, 8)
+    await client.close()
+    hasty = EngineClient(CONFIG)
+    await hasty.start()
+    await asyncio.wait_for(hasty.close(), 10)
