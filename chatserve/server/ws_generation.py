@@ -46,6 +46,7 @@ class LiveGeneration:
         self.started: wire.Started | None = None
         self.terminal: wire.Done | wire.Failed | None = None
         self._text = io.StringIO(newline="")  # seeks by code point
+        self._final: str | None = None
         self._watches: list[Watch] = []
 
     @property
@@ -55,6 +56,8 @@ class LiveGeneration:
 
     def text(self, start: int = 0) -> str:
         """The text from code point ``start``."""
+        if self._final is not None:
+            return self._final[start:]
         self._text.seek(start)
         return self._text.read()
 
@@ -90,7 +93,10 @@ class LiveGeneration:
         if self.terminal is not None:
             raise RuntimeError(f"{self.gen} has ended already")
         self.terminal = terminal
-        self.token_ids = []  # they are the conversation's now; the text is kept for those who still watch
+        # Ended logs are kept for a while, for late readers: as small as they can be.
+        self._final = self.text()
+        self._text.close()
+        self.token_ids = []
         self._wake()
 
     def watch(self, wake: Callable[[], None]) -> Watch:

@@ -9,13 +9,14 @@ that has seen the end can build on it. Knows conversations, the generation servi
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
 from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+import structlog
 
 from chatserve.errors import (
     ChatserveError,
@@ -27,11 +28,12 @@ from chatserve.errors import (
     UnsupportedParameterError,
 )
 from chatserve.server import ws_protocol as wire
-from chatserve.server.generation import ChoiceDone, Generation, GenerationRequest, PromptStarted, TextDelta
+from chatserve.server.errors import internal_error
+from chatserve.server.generation import ChoiceDone, Generation, GenerationRequest, PromptStarted, TextDelta, Usage
 from chatserve.server.ws_generation import LiveGeneration
 from chatserve.server.ws_params import parse_params
 from chatserve.server.ws_timing import Stopwatch
-from chatserve.sessions.conversation import Message, MessageState, new_id, new_message
+from chatserve.sessions.conversation import Message, new_id, new_message
 from chatserve.text.chat_template import ChatMessage
 
 if TYPE_CHECKING:
@@ -86,6 +88,7 @@ class ChatHub:
         self._turns: dict[str, Turn] = {}  # running, by generation id
         self._sent: OrderedDict[tuple[str, str], tuple[float, asyncio.Future[Sent]]] = OrderedDict()
         self._ended: OrderedDict[str, str] = OrderedDict()  # generation id to tenant
+        self._log = structlog.get_logger("chatserve.websocket")
 
     def active(self, tenant: str) -> list[wire.ActiveGeneration]:
         """The tenant's running answers."""
@@ -277,46 +280,37 @@ class ChatHub:
         turn.closing.add(live.gen)
         if not turn.open_answers:
             turn.generation.cancel()
-        state: MessageState = "failed" if failure is not None else "complete" if done is not None else "cancelled"
-        token_ids = live.token_ids
-        if done is not None:
-            token_ids = list(array("i", turn.generation.choice_token_ids(done.choice)))
+        index = turn.answers.index(live)
+        sampled = array("i", turn.generation.choice_token_ids(index))
         text = live.text()
-        # The conversation may have been forgotten while it ran; the client still gets its end.
-        with contextlib.suppress(NotFoundError):
+        try:
             await self._store.finish(
                 live.tenant,
                 live.conv,
                 live.msg,
                 content=text,
-                token_ids=exact_token_ids(self._context.service.tokenizer, text, token_ids),
-                state=state,
+                token_ids=exact_token_ids(
+                    self._context.service.tokenizer, text, sampled if done is not None else live.token_ids
+                ),
+                state="failed" if failure is not None else "complete" if done is not None else "cancelled",
             )
+        except NotFoundError:
+            pass  # the conversation was forgotten while it ran; the client still gets its end
+        except Exception:
+            self._log.exception("answer_not_stored", generation=live.gen)
+            failure = failure or internal_error()
         if failure is not None:
             live.finish(wire.Failed(live.gen, live.end, wire.error_body(failure)))
         else:
-            live.finish(self._done(turn, live, done.finish_reason if done is not None else reason))
+            num_tokens = len(sampled) + (done is not None and done.stop_token is not None)
+            usage = _usage(turn.generation.usage, num_tokens)
+            final_reason = reason if done is None else done.finish_reason
+            timings = turn.stopwatches[index].timings()
+            live.finish(wire.Done(live.gen, live.end, final_reason, usage, timings, live.text_sha256()))
         self._turns.pop(live.gen, None)
         self._ended[live.gen] = live.tenant
         if len(self._ended) > MAX_REMEMBERED:
             self._ended.popitem(last=False)
-
-    def _done(self, turn: Turn, live: LiveGeneration, reason: str) -> wire.Done:
-        usage = turn.generation.usage
-        completion = usage.completion_tokens if len(turn.answers) == 1 else live.num_tokens
-        return wire.Done(
-            live.gen,
-            live.end,
-            reason,
-            wire.Usage(
-                usage.prompt_tokens,
-                completion,
-                usage.prompt_tokens + completion,
-                wire.CachedTokens(usage.cached_tokens),
-            ),
-            turn.stopwatches[turn.answers.index(live)].timings(),
-            live.text_sha256(),
-        )
 
     def _forget_sends(self, now: float) -> None:
         while self._sent:
@@ -339,6 +333,13 @@ def exact_token_ids(tokenizer: Tokenizer, text: str, token_ids: Sequence[int]) -
         if tokenizer.decode(token_ids[:length]) == text:
             return array("i", token_ids[:length]).tobytes()
     return None
+
+
+def _usage(request: Usage, completion_tokens: int) -> wire.Usage:
+    """Usage of one answer: its own tokens, and the prompt it shares with its siblings."""
+    total = request.prompt_tokens + completion_tokens
+    cached = wire.CachedTokens(request.cached_tokens)
+    return wire.Usage(request.prompt_tokens, completion_tokens, total, cached)
 
 
 def _refuse_unimplemented(command: wire.ChatSend) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from chatserve.config import ServerConfig
+from chatserve.sessions.memory_store import MemoryStore
 from tests.fakes import IM_END, FakeEngineClient, Script, Submission, ids, say
 from tests.server.live import LiveServer, live_server
 from tests.server.ws_client import ws_client
@@ -88,6 +89,21 @@ async def test_parent_makes_branches(live: LiveServer) -> None:
     assert "other" in texts[3]
     assert "one" not in texts[4]
     assert texts[4].startswith("<257>user\nover<258>")
+
+
+async def test_a_store_that_fails_still_ends_the_answer(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fault in storage becomes the answer's explicit end, not a client that waits for ever."""
+
+    async def broken(*_: object, **__: object) -> None:
+        raise OSError("disk full")
+
+    monkeypatch.setattr(MemoryStore, "finish", broken)
+    async with live_server(tiny_folder, FakeEngineClient()) as live, ws_client(live) as client:
+        _, text, end = await client.ask("hi")
+        assert text == "Hello!"
+        assert end["type"] == "gen.failed"
+        assert end["error"]["code"] == "internal_error"
+        assert "disk" not in end["error"]["message"]
 
 
 async def test_several_answers(live: LiveServer) -> None:
@@ -317,8 +333,8 @@ async def test_same_answer_as_over_http(live: LiveServer, params: dict[str, Any]
             streamed = [c for event in events for c in event["choices"] if c["index"] == index]
             assert client.texts[answer["gen"]] == "".join(c["delta"].get("content", "") for c in streamed)
             assert end["usage"]["prompt_tokens"] == whole["usage"]["prompt_tokens"]
-            if len(ack["gens"]) == 1:
-                assert end["usage"]["completion_tokens"] == whole["usage"]["completion_tokens"]
+        spent = [client.ends[answer["gen"]]["usage"]["completion_tokens"] for answer in ack["gens"]]
+        assert sum(spent) == whole["usage"]["completion_tokens"]
     assert len({tuple(submission.prompt) for submission in live.engine.submissions}) == 1
 
 
