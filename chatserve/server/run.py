@@ -36,6 +36,9 @@ from chatserve.text.chat_template import ChatTemplate
 from chatserve.text.tokenizer import Tokenizer
 
 BACKLOG = 2048
+SEND_BUFFER_BYTES = 128 * 1024
+"""Of the kernel, per connection: what a reader that does not read can make us hold, beside uvicorn's 64 KiB."""
+
 MAX_WEBSOCKET_FRAME = 256 * 1024
 GOODBYE_SECONDS = 5
 """After the drain: how long the last bytes of running responses get to leave."""
@@ -96,6 +99,7 @@ def bind(config: ServerConfig) -> socket.socket:
         listener = socket.socket(family, socket.SOCK_STREAM)
         try:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)  # accepted sockets inherit it
             listener.bind(address)
             listener.listen(BACKLOG)
         except OSError:

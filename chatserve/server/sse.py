@@ -8,6 +8,9 @@ pulse that sends comments while nothing else is sent and notices a stalled reade
 from __future__ import annotations
 
 import asyncio
+import fcntl
+import struct
+import termios
 from collections.abc import Awaitable, Callable
 
 from starlette.responses import Response
@@ -106,12 +109,9 @@ class EventStreamResponse(Response):
     async def _pulse(self, writer: EventWriter, transport: asyncio.WriteTransport | None) -> None:
         """Return when the reader has stalled; until then keep an idle stream alive."""
         time = asyncio.get_running_loop().time
-        seen_since: float | None = None
-        seen_size = 0
-        checked = time()
+        progress_at, seen_size = 0.0, 0
         while True:
             if writer.blocked_since is None:
-                seen_since = None
                 idle = time() - writer.last_sent
                 if idle < self._heartbeat_interval:
                     await asyncio.sleep(self._heartbeat_interval - idle)
@@ -122,9 +122,25 @@ class EventStreamResponse(Response):
                 except TimeoutError:
                     return
                 continue
-            size = transport.get_write_buffer_size() if transport is not None else 0
-            if writer.blocked_since != seen_since or size < seen_size:
-                seen_since, seen_size, checked = writer.blocked_since, size, time()
-            elif time() - checked >= self._send_timeout:
+            size = unread_bytes(transport) if transport is not None else 0
+            if progress_at < writer.blocked_since or size < seen_size:
+                progress_at = time()
+            elif time() - progress_at >= self._send_timeout:
                 return
+            seen_size = size
             await asyncio.sleep(min(1.0, self._send_timeout / 4))
+
+
+def unread_bytes(transport: asyncio.WriteTransport) -> int:
+    """Bytes handed to a connection that its peer has not acknowledged: in our buffer and in the kernel's.
+
+    The kernel's matter: it takes new bytes only once a third of its buffer is free, so with a slow reader our own
+    buffer may stand still for a long time although the reader reads.
+    """
+    size = transport.get_write_buffer_size()
+    raw = transport.get_extra_info("socket")
+    try:
+        (queued,) = struct.unpack("i", fcntl.ioctl(raw.fileno(), termios.TIOCOUTQ, bytes(4)))
+    except (OSError, ValueError):  # closed, or a system without the request
+        return size
+    return size + int(queued)

@@ -7,7 +7,9 @@ import json
 import random
 import socket
 import struct
+from pathlib import Path
 
+import msgspec
 import pytest
 
 from chatserve.config import ServerConfig
@@ -85,11 +87,11 @@ async def test_random_moments_leave_nothing_running(live: LiveServer) -> None:
 
 
 @pytest.mark.asyncio
-async def test_reader_that_does_not_read_is_dropped(tiny_folder: object) -> None:
+async def test_reader_that_does_not_read_is_dropped(tiny_folder: Path) -> None:
     """A stalled reader holds bounded memory and is cut after ``send_timeout``; its request is aborted."""
     engine = FakeEngineClient(Script([120] * 1000 * 1000, delay=0.0))
     config = ServerConfig(port=0, send_timeout=0.4, heartbeat_interval=0.1)
-    async with live_server(tiny_folder, engine, server=config) as live:  # type: ignore[arg-type]
+    async with live_server(tiny_folder, engine, server=config) as live:
         raw = socket.socket()
         raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         raw.setblocking(False)
@@ -100,6 +102,37 @@ async def test_reader_that_does_not_read_is_dropped(tiny_folder: object) -> None
         fast = asyncio.create_task(live.get("/livez"))
         assert (await fast).status == 200
         await asyncio.wait_for(engine.submissions[0].aborted_event.wait(), 10)
+        raw.close()
+
+
+@pytest.mark.asyncio
+async def test_slow_reader_that_reads_is_kept(tiny_folder: Path) -> None:
+    """Reading slowly is progress: the stream waits for its reader, loses nothing, and keeps nobody else waiting."""
+    engine = FakeEngineClient(Script([120] * 250))
+    config = ServerConfig(port=0, send_timeout=0.5, heartbeat_interval=0.1)
+    async with live_server(tiny_folder, engine, server=config) as live:
+        engine.info = msgspec.structs.replace(engine.info, max_model_len=10_000, max_tokens_in_pool=10_000)
+        raw = socket.socket()
+        raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 16384)
+        raw.setblocking(False)
+        loop = asyncio.get_running_loop()
+        await loop.sock_connect(raw, ("127.0.0.1", live.port))
+        await loop.sock_sendall(raw, request_bytes(stream=True, logprobs=True, top_logprobs=20, n=4))
+        received = bytearray()
+        slowest = 0.0
+        while piece := await asyncio.wait_for(loop.sock_recv(raw, 8192), 5):
+            received += piece
+            if len(received) % 7 == 0:
+                started = loop.time()
+                assert (await live.get("/livez")).status == 200
+                slowest = max(slowest, loop.time() - started)
+            await asyncio.sleep(0.01)
+            if b"data: [DONE]" in received[-200:]:
+                break
+        assert len(received) > 1_000_000
+        assert received.count(b'"finish_reason":"stop"') == 4
+        assert not engine.submissions[0].aborted
+        assert slowest < 0.5
         raw.close()
 
 
