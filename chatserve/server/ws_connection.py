@@ -107,9 +107,10 @@ class Connection:
         finally:
             for task in (reader, writer, drain):
                 task.cancel()
-            await asyncio.gather(reader, writer, drain, return_exceptions=True)
+            # First of all the engine is freed: what comes after may be cut short where the server is shutting down.
             self._writer.close()
             await self._hub.release(self._answers)
+            await asyncio.gather(reader, writer, drain, return_exceptions=True)
 
     def _end_of_writer(self, error: BaseException | None) -> None:
         if isinstance(error, SlowConsumerError):

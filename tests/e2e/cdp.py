@@ -125,7 +125,7 @@ class Page:
             raise RuntimeError(result["exceptionDetails"]["exception"]["description"])
         return result["result"].get("value")
 
-    async def wait(self, expression: str, seconds: float = 10.0) -> Any:
+    async def wait(self, expression: str, seconds: float = 20.0) -> Any:
         """Wait until an expression is true; its value."""
         async with asyncio.timeout(seconds):
             while not (value := await self.run(expression)):  # noqa: ASYNC110 - the condition belongs to the page
