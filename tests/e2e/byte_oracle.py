@@ -1,0 +1,37 @@
+"""The oracle model with one token per byte, for servers over the byte-level test tokenizer.
+
+Its answers are noise (often no valid UTF-8), which is what token-exact history has to survive. Loaded by name in a real
+engine process; `expected_tokens` is the same model without one.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from chatserve.config import EngineConfig
+from chatserve.engine.protocol import EngineInfo
+from chatserve.sampling_params import SamplingParams
+from tests.oracle import EOS, OracleExecutor, chain, next_token, oracle_info
+
+NUM_BYTES = 256
+FACTORY = "tests.e2e.byte_oracle:create_executor"
+
+
+def create_executor(config: EngineConfig) -> tuple[OracleExecutor, EngineInfo]:
+    """Executor factory."""
+    info = oracle_info(config)
+    return OracleExecutor(info.num_blocks, info.block_size, vocab_size=NUM_BYTES), info
+
+
+def expected_tokens(prompt: list[int], sampling: SamplingParams) -> list[int]:
+    """What a fresh server answers, without the token that ends it."""
+    contents = chain(0, 0, np.array(prompt, np.int32))
+    output: list[int] = []
+    while len(output) < (sampling.max_tokens or 0):
+        token = next_token(contents, sampling, NUM_BYTES)
+        if token == EOS:
+            break
+        output.append(token)
+        fresh = chain(int(contents[-1]), len(contents), np.array([token], np.int32))
+        contents = np.concatenate((contents, fresh))
+    return output
