@@ -8,7 +8,8 @@ leaves. Knows no request fields.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Sequence
+from contextlib import aclosing
 from typing import TypeVar
 
 import msgspec
@@ -23,7 +24,7 @@ from chatserve.server.encode import ChunkEncoder
 from chatserve.server.errors import encode_error, internal_error
 from chatserve.server.generation import Generation
 from chatserve.server.middleware import request_info
-from chatserve.server.output_processor import ChoiceDone, Event, PromptStarted, TextDelta, TokenLogprob
+from chatserve.server.output_processor import ChoiceDone, Event, TextDelta, TokenLogprob
 from chatserve.server.sse import DONE, EventStreamResponse, EventWriter, event
 
 T = TypeVar("T")
@@ -87,19 +88,10 @@ def stream(
 
     async def produce(writer: EventWriter) -> None:
         try:
-            async for position, events in _merge(generations):
-                generation = generations[position]
-                first = position * num_choices
-                frames: list[bytes] = []
-                for item in events:
-                    if isinstance(item, TextDelta):
-                        frames.append(encoder.delta(first + item.choice, item, generation.usage))
-                    elif isinstance(item, ChoiceDone):
-                        frames.append(encoder.done(first + item.choice, item, generation.usage))
-                    elif encoder.is_chat and isinstance(item, PromptStarted):
-                        frames += [encoder.role(first + choice, generation.usage) for choice in range(num_choices)]
-                if frames:
-                    await writer.write(b"".join(frames))
+            async with aclosing(_merge(generations)) as merged:
+                async for position, events in merged:
+                    if frames := _frames(encoder, position * num_choices, generations[position], events):
+                        await writer.write(frames)
             usages = [generation.usage for generation in generations]
             await writer.write((encoder.final_usage(usages) if encoder.include_usage else b"") + DONE)
         except ChatserveError as error:
@@ -121,13 +113,28 @@ def stream(
     )
 
 
+def _frames(encoder: ChunkEncoder, first: int, generation: Generation, events: Sequence[Event]) -> bytes:
+    """Events of one generation whose choice 0 is number ``first`` of the response."""
+    frames: list[bytes] = []
+    for item in events:
+        if isinstance(item, TextDelta):
+            frames.append(encoder.delta(first + item.choice, item, generation.usage))
+        elif isinstance(item, ChoiceDone):
+            frames.append(encoder.done(first + item.choice, item, generation.usage))
+        elif encoder.is_chat:
+            frames += [
+                encoder.role(first + choice, generation.usage) for choice in range(generation.request.sampling.n)
+            ]
+    return b"".join(frames)
+
+
 def cancel_all(generations: Sequence[Generation]) -> None:
     """End whatever still runs."""
     for generation in generations:
         generation.cancel()
 
 
-async def _merge(generations: Sequence[Generation]) -> AsyncIterator[tuple[int, list[Event]]]:
+async def _merge(generations: Sequence[Generation]) -> AsyncGenerator[tuple[int, list[Event]], None]:
     """Events of all generations as they come, with the generation's position; the first error ends it."""
     if len(generations) == 1:
         while events := await generations[0].next():

@@ -102,8 +102,8 @@ class GuardedHttpProtocol(HttpToolsProtocol):
             raise _StopParsingError
 
     def on_headers_complete(self) -> None:
-        self._in_head = False
         super().on_headers_complete()
+        self._in_head = False
         if not self.parser.should_upgrade() and not self.cycle.keep_alive:
             # uvicorn would close with the response's last byte, whatever is still unread.
             self.cycle.keep_alive = True
@@ -150,6 +150,9 @@ class GuardedHttpProtocol(HttpToolsProtocol):
             if self.cycle.response_started or not self.cycle.more_body:
                 self.transport.abort()
                 return
+        elif not self._in_head and not self._body_complete:  # answered already, while its body was on its way
+            self.transport.abort()
+            return
         headers = {"connection": "close", "x-request-id": secrets.token_hex(16)}
         response = Response(encode_error(error), status, headers, media_type="application/json")
         head = [STATUS_LINE[status], *(b"%s: %s\r\n" % pair for pair in response.raw_headers), b"\r\n"]

@@ -27,6 +27,9 @@ from chatserve.server.origin import header
 OPEN_PATHS = frozenset({"/livez", "/readyz", "/health", "/ui/login", "/ui/logout"})
 """Answered without a key, beside the page's own files."""
 
+QUIET_PATHS = frozenset({"/livez", "/readyz", "/health", "/metrics"})
+"""Asked every few seconds by machines: their log lines are debug."""
+
 CLIENT_GONE = 499
 """Logged, never sent: the client left before its answer."""
 
@@ -160,7 +163,8 @@ class EdgeMiddleware:
         fields: dict[str, object] = {}
         if info.tokens is not None:
             fields = dict(zip(("prompt_tokens", "cached_tokens", "completion_tokens"), info.tokens, strict=True))
-        self._log.info(
+        log = self._log.debug if path in QUIET_PATHS else self._log.info
+        log(
             "request",
             request_id=info.request_id,
             method=method,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import time
 from pathlib import Path
@@ -175,6 +176,22 @@ async def test_slow_senders_are_cut(tiny_folder: Path, where: str) -> None:
         assert reply.startswith(b"HTTP/1.1 408")
         assert parse_reply(reply).error["code"] == "request_timeout"
         assert time.monotonic() - started < 1.5
+        writer.close()
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("rest", [b"", b"zz not a chunk"])
+async def test_refused_requests_get_no_second_answer(tiny_folder: Path, rest: bytes) -> None:
+    """A request that was answered while its body was on its way gets no other answer when the body stalls or breaks."""
+    config = ServerConfig(port=0, receive_timeout=0.4)
+    async with live_server(tiny_folder, FakeEngineClient(), server=config) as live:
+        reader, writer = await live.connect()
+        writer.write(HEAD.replace(b"json", b"xml") + b"Transfer-Encoding: chunked\r\n\r\n1\r\n{\r\n")
+        head = await reader.readuntil(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 415")
+        writer.write(rest)
+        with contextlib.suppress(ConnectionError):
+            assert b"HTTP/1.1" not in await asyncio.wait_for(reader.read(), 3)
         writer.close()
 
 
