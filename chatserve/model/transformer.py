@@ -19,6 +19,9 @@ from chatserve.model.linear import Linear
 from chatserve.model.rope import rope_tables
 from chatserve.model.weights import Checkpoint
 
+# A long prefill runs its feed-forward in pieces of this many tokens: the wide activations then stay in the L2 cache.
+_FEED_FORWARD_ROWS = 256
+
 
 class Transformer:
     """Weights and forward pass of one model.
@@ -134,6 +137,11 @@ class DecoderLayer:
         attention.write(self._layer, qkv[:, heads:].view(-1, 2, kv_heads, dim))
         attended = attention.attend(self._layer, qkv[:, :heads], self._scale, self._window)
         hidden = self._output.add_to(hidden, attended)
+        if len(hidden) <= _FEED_FORWARD_ROWS:
+            return self._feed_forward(hidden)
+        cuts = list(range(_FEED_FORWARD_ROWS, len(hidden), _FEED_FORWARD_ROWS))
+        return torch.cat([self._feed_forward(part) for part in torch.tensor_split(hidden, cuts)])
 
-        normed = backend.rms_norm(hidden, self._post_norm, self._eps)
-        return self._down.add_to(hidden, backend.silu_mul(self._gate_up(normed)))
+    def _feed_forward(self, hidden: Tensor) -> Tensor:
+        normed = self._backend.rms_norm(hidden, self._post_norm, self._eps)
+        return self._down.add_to(hidden, self._backend.silu_mul(self._gate_up(normed)))

@@ -9,7 +9,8 @@ import pytest
 import torch
 from chatserve_kernels.interface import AttentionMetadata, Backend, kv_cache_shape
 from chatserve_kernels.reference import ReferenceBackend
-from chatserve_kernels.torch_backend import TorchBackend, decode_groups, prefill_groups
+from chatserve_kernels.torch_attention import decode_groups, prefill_groups
+from chatserve_kernels.torch_backend import TorchBackend
 
 from tests.kernels.batches import make_batch, naive_attention
 
