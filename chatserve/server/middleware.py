@@ -12,6 +12,7 @@ import secrets
 import time
 from collections.abc import Collection
 from dataclasses import dataclass
+from typing import cast
 
 import structlog
 from starlette.responses import Response
@@ -56,9 +57,7 @@ class RequestInfo:
 
 def request_info(scope: Scope) -> RequestInfo:
     """The `RequestInfo` of an HTTP scope that came through `EdgeMiddleware`."""
-    info = scope[INFO_KEY]
-    assert isinstance(info, RequestInfo)
-    return info
+    return cast(RequestInfo, scope[INFO_KEY])
 
 
 class EdgeMiddleware:

@@ -43,7 +43,7 @@ async def test_health_follows_the_engine(live: LiveServer) -> None:
 @pytest.mark.asyncio
 async def test_full_queue(tiny_folder: Path) -> None:
     """At the queue's limit: 429 with Retry-After, not ready, counted; running streams are not touched."""
-    engine = FakeEngineClient(Script([120] * 3, delay=0.2), max_running=1)
+    engine = FakeEngineClient(Script([120] * 3, delay=0.1), max_running=1)
     async with live_server(tiny_folder, engine, max_queued=2, server=ServerConfig(port=0)) as live:
         running = []
         for expected in ((1, 0), (1, 1), (1, 2)):
