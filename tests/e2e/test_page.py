@@ -65,7 +65,8 @@ async def ask(page: Page, text: str) -> None:
 
 
 async def answer(page: Page) -> str:
-    """The last answer's text, once it has ended."""
+    """The last answer's text, once what was just done has been drawn and the answer has ended."""
+    await page.run("new Promise((drawn) => requestAnimationFrame(() => requestAnimationFrame(drawn)))")
     await page.wait(DONE)
     return str(await page.run("[...document.querySelectorAll('.assistant .body')].at(-1).innerText"))
 
