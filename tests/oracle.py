@@ -107,11 +107,15 @@ class _Row:
 class OracleExecutor:
     """Runs plans on integer KV. Freed rows and poisoned blocks make use-after-free visible."""
 
-    def __init__(self, num_blocks: int, block_size: int, *, vocab_size: int = VOCAB_SIZE) -> None:
+    def __init__(
+        self, num_blocks: int, block_size: int, *, num_host_blocks: int = 0, vocab_size: int = VOCAB_SIZE
+    ) -> None:
         self.block_size = block_size
         self.vocab_size = vocab_size
         self.content: U64 = np.full((num_blocks, block_size), _POISON, np.uint64)
         self.owner = np.full((num_blocks, block_size), -1, np.int32)
+        self.host_content: U64 = np.full((num_host_blocks, block_size), _POISON, np.uint64)
+        self.host_owner = np.full((num_host_blocks, block_size), -1, np.int32)
         self.rows: dict[int, _Row] = {}
         self.num_tokens = 0
         self.nan_tokens: frozenset[int] = frozenset()
@@ -125,7 +129,7 @@ class OracleExecutor:
                 raise OracleError(f"row {new.row} is given out twice")
             self.rows[new.row] = _Row(new)
         self._change_tables(plan)
-        self._copy(np.frombuffer(plan.copies, np.int32).reshape(-1, 2))
+        self._copy(plan)
         rows = np.frombuffer(plan.rows, np.int32)
         computed = np.frombuffer(plan.num_computed, np.int32)
         num_new = np.frombuffer(plan.num_new, np.int32)
@@ -172,12 +176,22 @@ class OracleExecutor:
             else:
                 state.table[index] = block
 
-    def _copy(self, pairs: npt.NDArray[np.int32]) -> None:
-        sources, destinations = set(pairs[:, 0].tolist()), set(pairs[:, 1].tolist())
-        if sources & destinations or len(destinations) != len(pairs):
-            raise OracleError("sources and destinations of copies overlap")
-        self.content[pairs[:, 1]] = self.content[pairs[:, 0]]
-        self.owner[pairs[:, 1]] = self.owner[pairs[:, 0]]
+    def _copy(self, plan: SchedulerOutput) -> None:
+        device, host = (self.content, self.owner), (self.host_content, self.host_owner)
+        for pairs, source, destination in (
+            (plan.demotions, device, host),
+            (plan.promotions, host, device),
+            (plan.copies, device, device),
+        ):
+            moves = np.frombuffer(pairs, np.int32).reshape(-1, 2)
+            sources, destinations = set(moves[:, 0].tolist()), set(moves[:, 1].tolist())
+            if len(destinations) != len(moves) or (source is destination and sources & destinations):
+                raise OracleError("sources and destinations of copies overlap")
+            destination[0][moves[:, 1]] = source[0][moves[:, 0]]
+            destination[1][moves[:, 1]] = source[1][moves[:, 0]]
+            if destination is host:
+                # A demoted block may be given out in this very plan; its old content must not be read again.
+                self.content[moves[:, 0]] = _POISON
 
     def _forward(self, row: _Row, start: int, tokens: npt.NDArray[np.int32], written: set[int]) -> set[int]:
         size = self.block_size
@@ -205,7 +219,9 @@ class OracleExecutor:
         return self.content[table].reshape(-1)[:length]
 
 
-def oracle_info(config: EngineConfig, *, num_blocks: int = 256, max_model_len: int = 2048) -> EngineInfo:
+def oracle_info(
+    config: EngineConfig, *, num_blocks: int = 256, max_model_len: int = 2048, num_host_blocks: int = 0
+) -> EngineInfo:
     """Facts of an oracle engine with the pool that ``config`` asks for."""
     blocks = config.cache.num_blocks or num_blocks
     length = config.model.max_model_len or max_model_len
@@ -225,6 +241,7 @@ def oracle_info(config: EngineConfig, *, num_blocks: int = 256, max_model_len: i
         threads=1,
         pid=os.getpid(),
         eos_token_ids=(EOS,),
+        num_host_blocks=num_host_blocks,
     )
 
 

@@ -58,6 +58,7 @@ class Storm:
         block_size: int = 4,
         num_blocks: int = 48,
         max_num_seqs: int = 8,
+        num_host_blocks: int = 0,
         hash_block: Callable[[bytes], int] | None = None,
     ) -> None:
         self.random = random.Random(seed)
@@ -72,8 +73,8 @@ class Storm:
                 max_overtakes=4,
             ),
         )
-        info = oracle_info(config)
-        self.executor = OracleExecutor(info.num_blocks, info.block_size)
+        info = oracle_info(config, num_host_blocks=num_host_blocks)
+        self.executor = OracleExecutor(info.num_blocks, info.block_size, num_host_blocks=num_host_blocks)
         self.core = EngineCore(config, self.executor, info, hash_block=hash_block or xxh3_hash(seed))
         self.max_total = self.core.scheduler.max_total_tokens()
         self.live: dict[int, Live] = {}
@@ -235,6 +236,9 @@ class Storm:
             "copies": stats.copies,
             "partial_hits": stats.partial_hits,
             "evictions": stats.evictions,
+            "demotions": stats.demotions,
+            "promotions": stats.promotions,
+            "host_drops": stats.host_drops,
             "aborts": stats.aborts,
             "hit_tokens": stats.prefix_hit_tokens,
             "computed_tokens": self.executor.num_tokens,
@@ -243,7 +247,7 @@ class Storm:
 
 def run_storm(operations: int, seed: int, *, full_check_every: int = 1000, progress: bool = False) -> dict[str, int]:
     """Run one storm to its end; raises at the first wrong token or count, naming the operation."""
-    storm = Storm(seed)
+    storm = Storm(seed, num_host_blocks=64)
     for index in range(operations):
         try:
             storm.operate()

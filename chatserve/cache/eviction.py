@@ -1,7 +1,9 @@
-"""Nodes of the prefix tree, and the order in which their blocks are given up.
+"""Which blocks are given up when a tier is full, and what becomes of them.
 
-Least recently used first, in logical time. Found incrementally: a heap with one entry per node that may be
-evictable, corrected lazily, so that eviction never walks the tree. `RadixTree` is the only caller.
+`EvictionOrder` finds the least recently used node that can give blocks up; one heap per owner, because the owner
+furthest above its share pays first (`Shares`). `Evictor` takes blocks from the device tier: each is demoted to the
+host tier while there is room, or room can be made from what was used even longer ago; else it is dropped with
+everything below it. Nothing here ever waits.
 """
 
 from __future__ import annotations
@@ -9,66 +11,159 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable
 
+from chatserve.cache.node import Node
+from chatserve.cache.radix_tree import RadixTree
 
-class Node:
-    """One edge and the node below it.
 
-    Attributes:
-        scope: interned scope that owns the run; -1 only at the root.
-        start: depth of the run's first block, in blocks from the root.
-        tokens: int32 bytes of the run. Shorter than a block only in a partial node, which is a leaf.
-        blocks: the run's block ids.
-        children: (scope, hash of first block) to the nodes of that bucket; whole-block children only.
-        ordered: per scope the first blocks' bytes and the nodes, sorted; partial children too.
-        last_used: logical time of the last match or release that passed here.
-        queued: an entry of the eviction heap points here.
+class Shares:
+    """How many blocks each owner may count on, in blocks of one tier.
+
+    An owner's share is its part of the pool by weight. Below its floor an owner pays only if nobody else can; above
+    its cap it pays first.
     """
 
-    __slots__ = ("blocks", "children", "last_used", "ordered", "parent", "queued", "scope", "start", "tokens")
+    def __init__(self, num_blocks: int) -> None:
+        self._num_blocks = num_blocks
+        self._weights: dict[int, float] = {}
+        self._floors: dict[int, int] = {}
+        self._caps: dict[int, int] = {}
+        self._total_weight = 0.0
 
-    def __init__(self, parent: Node | None, scope: int, start: int, tokens: bytearray, blocks: list[int]) -> None:
-        self.parent = parent
-        self.scope = scope
-        self.start = start
-        self.tokens = tokens
-        self.blocks = blocks
-        self.children: dict[tuple[int, int], list[Node]] = {}
-        self.ordered: dict[int, tuple[list[bytes], list[Node]]] = {}
-        self.last_used = 0
-        self.queued = False
+    def set(self, owner: int, *, weight: float = 1.0, floor: float = 0.0, cap: float = 1.0) -> None:
+        """Declare an owner; ``floor`` and ``cap`` are fractions of the pool."""
+        self._total_weight += weight - self._weights.get(owner, 0.0)
+        self._weights[owner] = weight
+        self._floors[owner] = int(floor * self._num_blocks)
+        self._caps[owner] = int(cap * self._num_blocks)
+
+    def claim(self, owner: int, usage: int) -> tuple[int, float]:
+        """How strongly ``owner``, using ``usage`` blocks, should pay: compare these, the greatest pays.
+
+        Classes: 2 above the cap, 1 ordinary, 0 at or below the floor.
+        """
+        weight = self._weights.get(owner, 1.0)
+        share = self._num_blocks * weight / max(self._total_weight, weight)
+        if usage > self._caps.get(owner, self._num_blocks):
+            return 2, usage - share
+        return (0 if usage <= self._floors.get(owner, 0) else 1), usage - share
 
 
 class EvictionOrder:
-    """The evictable nodes, oldest first; O(log n) per node touched."""
+    """Nodes that may give blocks up on one tier: per owner a heap, one lazy entry per node."""
 
-    def __init__(self, is_evictable: Callable[[Node], bool]) -> None:
+    def __init__(
+        self,
+        is_evictable: Callable[[Node], bool],
+        owner_of: Callable[[Node], int],
+        usage: dict[int, int],
+        shares: Shares,
+    ) -> None:
         self._is_evictable = is_evictable
-        self._heap: list[tuple[int, int, Node]] = []
+        self._owner_of = owner_of
+        self._usage = usage
+        self._shares = shares
+        self._heaps: dict[int, list[tuple[int, int, Node]]] = {}
+        self._queued: set[Node] = set()
         self._ties = 0
+
+    def __contains__(self, node: Node) -> bool:
+        return node in self._queued
 
     def note(self, node: Node) -> None:
         """``node`` may have become evictable."""
-        if not node.queued and self._is_evictable(node):
-            node.queued = True
+        if node not in self._queued and self._is_evictable(node):
+            self._queued.add(node)
             self._push(node)
 
-    def oldest(self) -> Node | None:
-        """The evictable node that was used longest ago; it stays queued."""
-        heap = self._heap
+    def next(self) -> Node | None:
+        """The node that pays next: the oldest of the owner who should pay most. It stays queued."""
+        if len(self._heaps) == 1:
+            [owner] = self._heaps
+            return self._oldest(owner)
+        claims = [(self._shares.claim(owner, self._usage.get(owner, 0)), owner) for owner in self._heaps]
+        for _, owner in sorted(claims, reverse=True):
+            node = self._oldest(owner)
+            if node is not None:
+                return node
+        return None
+
+    def _oldest(self, owner: int) -> Node | None:
+        heap = self._heaps[owner]
         while heap:
             last_used, _, node = heap[0]
             if not self._is_evictable(node):
                 # It was held again, got children or is gone; whoever ends that state notes it anew.
                 heapq.heappop(heap)
-                node.queued = False
+                self._queued.discard(node)
             elif node.last_used != last_used:
                 # Used since it was queued. Times only rise, so the entry was early, never late.
                 heapq.heappop(heap)
                 self._push(node)
             else:
                 return node
+        del self._heaps[owner]
         return None
 
     def _push(self, node: Node) -> None:
         self._ties += 1
-        heapq.heappush(self._heap, (node.last_used, self._ties, node))
+        heap = self._heaps.setdefault(self._owner_of(node), [])
+        heapq.heappush(heap, (node.last_used, self._ties, node))
+
+
+class Evictor:
+    """Frees device blocks; remembers the copies that demotions need.
+
+    Attributes:
+        demotions: (device block, host block) pairs not yet taken by a plan. The host blocks are held by the plan
+            until it has run; the device blocks are free at once, because demotions are the first thing a plan does.
+    """
+
+    def __init__(self, tree: RadixTree) -> None:
+        self._tree = tree
+        self.demotions: list[tuple[int, int]] = []
+        self.num_evictions = 0
+        self.num_demotions = 0
+        self.num_host_drops = 0
+
+    def free_device(self, count: int) -> None:
+        """Free up to ``count`` idle device blocks, each run from its end."""
+        freed = 0
+        refs = self._tree.pool.refs
+        while freed < count and (node := self._tree.device_order.next()) is not None:
+            keep = len(node.blocks)
+            floor = max(0, keep - (count - freed))
+            while keep > floor and refs[node.blocks[keep - 1]] == 1:
+                keep -= 1
+            freed += len(node.blocks) - keep
+            self._give_up(node, keep)
+        self.num_evictions += freed
+
+    def _give_up(self, node: Node, keep: int) -> None:
+        """Demote or drop the device blocks of ``node`` from index ``keep`` on."""
+        tree = self._tree
+        room = self._host_room(len(node.blocks) - keep, node.last_used)
+        if keep + room < len(node.blocks):
+            # What cannot follow to the host goes, and with it all that depends on it.
+            tree.cut(node, keep + room)
+        if room:
+            pool = tree.host_pool
+            destinations = pool.allocate(room)
+            self.demotions += zip(node.blocks[keep:], destinations, strict=True)
+            tree.demote(node, keep, destinations)
+            self.num_demotions += room
+
+    def _host_room(self, count: int, last_used: int) -> int:
+        """How many of ``count`` host blocks can be had without giving up anything used after ``last_used``."""
+        tree = self._tree
+        pool = tree.host_pool
+        while pool.num_free < count:
+            node = tree.host_order.next()
+            if node is None or node.last_used > last_used:
+                break
+            drop = 0
+            wanted = count - pool.num_free
+            while drop < min(wanted, len(node.host_blocks)) and pool.refs[node.host_blocks[-1 - drop]] == 1:
+                drop += 1
+            self.num_host_drops += drop
+            tree.cut(node, node.length - drop)
+        return min(count, pool.num_free)

@@ -19,7 +19,9 @@ import numpy as np
 import xxhash
 
 from chatserve.cache.block_pool import BlockPool
-from chatserve.cache.radix_tree import TOKEN_BYTES, Match, RadixTree
+from chatserve.cache.eviction import EvictionOrder, Evictor, Shares
+from chatserve.cache.node import TOKEN_BYTES
+from chatserve.cache.radix_tree import Match, RadixTree
 
 
 class BlockTable:
@@ -75,17 +77,47 @@ def xxh3_hash(seed: int) -> Callable[[bytes], int]:
     return hash_block
 
 
-class KVCacheManager:
-    """Facade over `BlockPool` and `RadixTree` for one device."""
+class BlockCopies:
+    """What a plan does to KV memory before its forward, as int32 [k, 2] (source, destination) pairs.
 
-    def __init__(self, num_blocks: int, block_size: int, hash_block: Callable[[bytes], int]) -> None:
+    In this order: `demotions` device → host, `promotions` host → device, `copies` device → device. Within each,
+    sources and destinations are disjoint. Everything read or written stays held until the plan has run, except the
+    sources of demotions: whatever is written into those blocks next comes later in the same plan.
+    """
+
+    __slots__ = ("copies", "demotions", "promotions")
+
+    def __init__(self, demotions: bytes, promotions: bytes, copies: bytes) -> None:
+        self.demotions = demotions
+        self.promotions = promotions
+        self.copies = copies
+
+
+class KVCacheManager:
+    """Facade over the pools of both tiers, the tree and its eviction.
+
+    Attributes:
+        copy_sources, host_blocks_in_flight: held by plans that have not run yet.
+    """
+
+    def __init__(
+        self, num_blocks: int, block_size: int, hash_block: Callable[[bytes], int], *, num_host_blocks: int = 0
+    ) -> None:
         self.block_size = block_size
         self.pool = BlockPool(num_blocks)
-        self.tree = RadixTree(self.pool, block_size, hash_block)
+        self.host_pool = BlockPool(num_host_blocks)
+        self.tree = tree = RadixTree(self.pool, self.host_pool, block_size, hash_block)
+        self.shares = Shares(num_blocks)
+        tree.device_order = EvictionOrder(tree.is_device_evictable, tree.owner, tree.device_usage, self.shares)
+        tree.host_order = EvictionOrder(tree.is_host_evictable, tree.owner, tree.host_usage, Shares(num_host_blocks))
+        self.evictor = Evictor(tree)
         self.num_copies = 0
+        self.num_promotions = 0
         self.num_partial_hits = 0
-        self._copies: list[int] = []
         self.copy_sources: list[int] = []
+        self.host_blocks_in_flight: list[int] = []
+        self._copies: list[tuple[int, int]] = []
+        self._promotions: list[tuple[int, int]] = []
         self._epochs: dict[int, int] = {}
 
     # ------------------------------------------------------------------ questions
@@ -132,7 +164,8 @@ class KVCacheManager:
     # ------------------------------------------------------------------ taking
 
     def admit(self, match: Match, scopes: tuple[int, ...], num_known: int, max_total_tokens: int) -> Admission | None:
-        """Take the match, the blocks of all other known tokens and one block of growth together, or nothing.
+        """Take the match, promote its host part, and take the blocks of all other known tokens and one block of
+        growth together, or nothing.
 
         Args:
             match: of this very state of the tree (nothing happened since).
@@ -140,58 +173,91 @@ class KVCacheManager:
             max_total_tokens: tokens the sequence may reach.
         """
         pool = self.pool
-        total = self._admission_blocks(num_known, max_total_tokens)
-        fresh = total - len(match.blocks)
+        fresh = self._admission_blocks(num_known, max_total_tokens) - len(match.blocks)
         available = self.num_available - self._idle_among(match.blocks)
         if fresh > available:
             return None
         tail = match.tail_block
-        takes_over = tail is not None and match.tail_takeable and pool.refs[tail] == 1
-        if tail is not None and not takes_over and pool.refs[tail] == 1 and fresh > available - 1:
-            # The copy's source could not stay: give the partial block up rather than the whole admission.
-            tail = None
+        taken_over = match.tail_takeable and not match.tail_on_host and tail is not None and pool.refs[tail] == 1
+        copies = tail is not None and not match.tail_on_host and not taken_over
+        if copies and tail is not None and pool.refs[tail] == 1 and fresh > available - 1:
+            # The copy's source could not stay: the partial block is given up, not the admission.
+            tail, copies = None, False
         pool.acquire(match.blocks)
-        table = BlockTable(list(match.blocks), len(match.blocks), scopes, self._epochs.get(scopes[-1], 0))
-        num_cached = len(match.blocks) * self.block_size
+        self._hold_host(match.host_blocks)
+        table = BlockTable(list(match.blocks), match.num_blocks, scopes, self._epochs.get(scopes[-1], 0))
+        num_cached = match.num_blocks * self.block_size
         if tail is not None:
             num_cached = match.num_tokens
             self.num_partial_hits += 1
-            if takes_over:
+            if taken_over:
                 self.tree.take_over(tail)
-                table.blocks.append(tail)
-                fresh -= 1
-            else:
+            elif copies:
                 pool.acquire([tail])
-        blocks = self._take(fresh)
-        if tail is not None and not takes_over:
-            self._plan_copy(tail, blocks[0])
-        table.blocks += blocks
+            else:
+                self._hold_host([tail])
+        blocks = self._take(fresh - taken_over)
+        promoted = blocks[: len(match.host_blocks)]
+        self._promote(match.host_blocks, promoted)
+        self.tree.promote(match.host_blocks, promoted)
+        rest = blocks[len(promoted) :]
+        if tail is not None:
+            if taken_over:
+                rest.insert(0, tail)
+            elif copies:
+                self._plan_copy(tail, rest[0])
+            else:
+                self._promote([tail], rest[:1])
+                if match.tail_takeable:
+                    self.tree.take_over_host(tail)
+        table.blocks += promoted + rest
         return Admission(table, num_cached)
 
     def _take(self, count: int) -> list[int]:
         short = count - self.pool.num_free
         if short > 0:
-            self.tree.evict(short)
+            evictor = self.evictor
+            before = len(evictor.demotions)
+            evictor.free_device(short)
+            self.host_blocks_in_flight += (host for _, host in evictor.demotions[before:])
         return self.pool.allocate(count)
+
+    def _hold_host(self, host_blocks: list[int]) -> None:
+        self.host_pool.acquire(host_blocks)
+        self.host_blocks_in_flight += host_blocks
+
+    def _promote(self, host_blocks: list[int], blocks: list[int]) -> None:
+        """Copy host blocks, held by the plan, to device blocks."""
+        self._promotions += zip(host_blocks, blocks, strict=True)
+        self.num_promotions += len(blocks)
 
     def _plan_copy(self, source: int, destination: int) -> None:
         """Copy a block before the forward; the caller has acquired ``source``, which stays held until then."""
-        self._copies += (source, destination)
+        self._copies.append((source, destination))
         self.copy_sources.append(source)
         self.num_copies += 1
 
-    def take_copies(self) -> bytes:
-        """The planned copies as int32 (source, destination) pairs; they are due before the next forward."""
-        pairs = np.array(self._copies, dtype=np.int32).tobytes()
+    def take_copies(self) -> BlockCopies:
+        """The planned copies; they are due before the next forward."""
+        evictor = self.evictor
+        taken = BlockCopies(_pairs(evictor.demotions), _pairs(self._promotions), _pairs(self._copies))
+        evictor.demotions.clear()
+        self._promotions.clear()
         self._copies.clear()
-        return pairs
+        return taken
 
     def finish_step(self) -> None:
-        """The plan that contained the taken copies has run: their sources are released."""
-        for source in self.copy_sources:
-            self.pool.release([source])
-            self.tree.note_idle(source)
-        self.copy_sources.clear()
+        """The plan that contained the taken copies has run: what it read and wrote is released."""
+        if self.copy_sources:
+            for source in self.copy_sources:
+                self.pool.release([source])
+                self.tree.note_idle(source)
+            self.copy_sources.clear()
+        if self.host_blocks_in_flight:
+            for block in self.host_blocks_in_flight:
+                self.host_pool.release([block])
+                self.tree.note_host_idle(block)
+            self.host_blocks_in_flight.clear()
 
     def grow(self, table: BlockTable, num_tokens: int) -> list[TableChange] | None:
         """Make positions up to ``num_tokens`` writable: add blocks, and copy a shared last block first.
@@ -244,12 +310,13 @@ class KVCacheManager:
             return num_computed, []
         changes = self._adopt(table, match.blocks[table.num_published :])
         computed = table.num_published * self.block_size
-        if match.tail_block is not None:
+        # What lies on the host was found at admission; promoting in the middle of a prefill is not worth a path.
+        if match.tail_block is not None and not match.host_blocks and not match.tail_on_host:
             self.pool.acquire([match.tail_block])
             self._plan_copy(match.tail_block, table.blocks[table.num_published])
             self.num_partial_hits += 1
             computed = match.num_tokens
-        return computed, changes
+        return max(computed, num_computed), changes
 
     def _adopt(self, table: BlockTable, blocks: list[int]) -> list[TableChange]:
         """Replace the table's next blocks by the tree's, free those, and count the run as published."""
@@ -344,3 +411,7 @@ class KVCacheManager:
         """Forget everything a scope has cached; sequences admitted before publish nothing there any more."""
         self._epochs[scope] = self._epochs.get(scope, 0) + 1
         self.tree.drop_scope(scope)
+
+
+def _pairs(pairs: list[tuple[int, int]]) -> bytes:
+    return np.array(pairs, np.int32).tobytes() if pairs else b""

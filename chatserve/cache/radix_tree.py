@@ -1,4 +1,4 @@
-"""The prefix cache: runs of tokens mapped to physical blocks, one tree for all scopes.
+"""The prefix cache: runs of tokens mapped to physical blocks on two tiers, one tree for all scopes.
 
 Path-compressed at block granularity: an edge carries a run of whole blocks (one contiguous int32 byte string
 beside the list of block ids) and splits only at block boundaries. A partial block is always a leaf node of its
@@ -6,55 +6,78 @@ own. Children are found by (scope, hash of their first block); the hash is an in
 compared on every hit. Beside that map each scope's children are kept in the order of their first block's
 tokens, so that the child sharing the longest part of a block is a neighbour found by bisection.
 
-The tree knows tokens, scopes and logical time. It does not know sequences: from a block to its place in the
-tree leads only `node_of`, which splits keep true.
+The tree knows tokens, scopes, tiers and logical time. It does not know sequences: from a block to its place in the
+tree leads only `node_of`, which splits keep true. What is given up when a tier is full, `cache.eviction` decides.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
-
-import numpy as np
+from typing import TYPE_CHECKING
 
 from chatserve.cache.block_pool import BlockPool
-from chatserve.cache.eviction import EvictionOrder, Node
+from chatserve.cache.node import TOKEN_BYTES, Node, common_prefix
 
-TOKEN_BYTES = 4
+if TYPE_CHECKING:
+    from chatserve.cache.eviction import EvictionOrder
 
 
 class Match:
     """What of a token run is cached and visible.
 
     Attributes:
-        blocks: whole blocks, in order.
+        blocks: whole device blocks, in order.
+        host_blocks: whole host blocks that follow them.
         tail_block: a block whose first ``tail_tokens`` tokens continue the run, or ``None``. It is reused by
             copying, or taken over.
+        tail_on_host: which tier's id ``tail_block`` is.
         tail_takeable: the tail is a partial node of the asker's own scope, matched to its end.
         num_tokens: all matched tokens, tail included.
     """
 
-    __slots__ = ("blocks", "num_tokens", "tail_block", "tail_takeable", "tail_tokens")
+    __slots__ = ("blocks", "host_blocks", "num_tokens", "tail_block", "tail_on_host", "tail_takeable", "tail_tokens")
 
-    def __init__(self, blocks: list[int], num_tokens: int, tail_block: int | None, tail_tokens: int, takeable: bool):
+    def __init__(self, blocks: list[int], host_blocks: list[int], num_tokens: int) -> None:
         self.blocks = blocks
+        self.host_blocks = host_blocks
         self.num_tokens = num_tokens
-        self.tail_block = tail_block
-        self.tail_tokens = tail_tokens
-        self.tail_takeable = takeable
+        self.tail_block: int | None = None
+        self.tail_tokens = 0
+        self.tail_on_host = False
+        self.tail_takeable = False
+
+    @property
+    def num_blocks(self) -> int:
+        """Whole blocks on either tier."""
+        return len(self.blocks) + len(self.host_blocks)
 
 
 class RadixTree:
-    """Maps token prefixes to blocks of one pool."""
+    """Maps token prefixes to blocks of a device pool and a host pool.
 
-    def __init__(self, pool: BlockPool, block_size: int, hash_block: Callable[[bytes], int]) -> None:
+    Attributes:
+        node_of, host_node_of: the node that carries a block of either tier.
+        owner_of_scope: who is charged for a scope's blocks; owner 0 where nobody is named.
+        device_usage, host_usage: blocks in the tree per owner.
+        device_order, host_order: set by `KVCacheManager`, which builds the three together.
+    """
+
+    def __init__(
+        self, pool: BlockPool, host_pool: BlockPool, block_size: int, hash_block: Callable[[bytes], int]
+    ) -> None:
         self.pool = pool
+        self.host_pool = host_pool
         self.block_bytes = block_size * TOKEN_BYTES
-        self._hash = hash_block
-        self.root = Node(None, -1, 0, bytearray(), [])
+        self.root = Node(None, -1, 0, bytearray())
         self.node_of: list[Node | None] = [None] * pool.num_blocks
-        self.num_evictions = 0
-        self._order = EvictionOrder(self.is_evictable)
+        self.host_node_of: list[Node | None] = [None] * host_pool.num_blocks
+        self.owner_of_scope: dict[int, int] = {}
+        self.device_usage: dict[int, int] = {}
+        self.host_usage: dict[int, int] = {}
+        self.device_order: EvictionOrder
+        self.host_order: EvictionOrder
+        self._hash = hash_block
 
     # ------------------------------------------------------------------ lookup
 
@@ -83,20 +106,24 @@ class RadixTree:
                     if full:
                         best_node, best_full = child, full
                     else:
-                        best_node, best_full = node, len(node.blocks)
+                        best_node, best_full = node, node.length
                     tail = child if same % self.block_bytes else None
                     tail_index = full
-                if full == len(child.blocks):
+                if full == child.length:
                     deeper.append((child, pos + same, index))
             # Wider scopes are explored first, so that they win among equals.
             stack.extend(reversed(deeper))
-        blocks = self._path_blocks(best_node, best_full)
+        blocks, host_blocks = self._path_blocks(best_node, best_full)
+        match = Match(blocks, host_blocks, best_bytes // TOKEN_BYTES)
         self._touch(tail or best_node, now)
-        if tail is None:
-            return Match(blocks, best_bytes // TOKEN_BYTES, None, 0, False)
-        tail_bytes = best_bytes - len(blocks) * self.block_bytes
-        takeable = tail.scope == scopes[-1] and len(tail.tokens) == tail_bytes and len(tail.blocks) == 1
-        return Match(blocks, best_bytes // TOKEN_BYTES, tail.blocks[tail_index], tail_bytes // TOKEN_BYTES, takeable)
+        if tail is not None:
+            tail_bytes = best_bytes - match.num_blocks * self.block_bytes
+            match.tail_tokens = tail_bytes // TOKEN_BYTES
+            match.tail_on_host = tail_index >= len(tail.blocks)
+            run = tail.host_blocks if match.tail_on_host else tail.blocks
+            match.tail_block = run[tail_index - len(tail.blocks) if match.tail_on_host else tail_index]
+            match.tail_takeable = tail.scope == scopes[-1] and len(tail.tokens) == tail_bytes
+        return match
 
     def _best_child(self, node: Node, scope: int, tokens: bytes, pos: int) -> tuple[Node | None, int]:
         """The child of ``node`` in ``scope`` that shares most with ``tokens[pos:]``, and how many bytes."""
@@ -129,16 +156,18 @@ class RadixTree:
                     return child
         return None
 
-    def _path_blocks(self, node: Node, count: int) -> list[int]:
-        """Block ids from the root to the ``count``-th block of ``node``."""
-        if node.parent is None or node.parent is self.root:
-            return node.blocks[:count]
-        runs = [node.blocks[:count]]
-        above: Node | None = node.parent
-        while above is not None:
-            runs.append(above.blocks)
+    def _path_blocks(self, node: Node, count: int) -> tuple[list[int], list[int]]:
+        """Device and host block ids from the root to the ``count``-th block of ``node``."""
+        device = [node.blocks[:count]]
+        host = [node.host_blocks[: max(0, count - len(node.blocks))]]
+        above = node.parent
+        while above is not None and above is not self.root:
+            device.append(above.blocks)
+            host.append(above.host_blocks)
             above = above.parent
-        return [block for run in reversed(runs) for block in run]
+        if len(device) == 1:
+            return device[0], host[0]
+        return [b for run in reversed(device) for b in run], [b for run in reversed(host) for b in run]
 
     def _touch(self, node: Node | None, now: int) -> None:
         while node is not None and node.last_used < now:
@@ -152,42 +181,45 @@ class RadixTree:
     ) -> list[int]:
         """Hang a run of whole blocks below a held prefix, in the narrowest of ``scopes``.
 
-        Where the tree already has a visible run of the same tokens, its blocks are returned instead of the
-        given ones, and the caller adopts them.
+        Where the tree already has a visible run of the same tokens on the device, its blocks are returned instead
+        of the given ones, and the caller adopts them. A run of its own scope on the host gives way to the given
+        blocks; one of a wider scope stays as it is, because what others read must not come from this caller.
 
         Args:
-            prefix: the blocks before the run; all of them are in the tree.
+            prefix: the device blocks before the run; all of them are in the tree.
             tokens: int32 bytes of the run, exactly ``len(blocks)`` blocks.
             blocks: held by the caller.
 
         Returns:
-            The tree's block for each position of the run.
+            The tree's device block for each position of the run.
         """
         size = self.block_bytes
-        node = self.root
-        if prefix:
-            held = self.node_of[prefix[-1]]
-            if held is None:
-                raise RuntimeError("published below a block that is not in the tree")
-            node = held
+        node = self._node_at(prefix)
         offset = len(prefix) - node.start
         result: list[int] = []
         pos = 0
         while pos < len(tokens):
-            if offset < len(node.blocks):
-                same = common_prefix(node.tokens, offset * size, tokens, pos) // size
+            if offset < node.length:
+                usable = node.length if node.scope == scopes[-1] else len(node.blocks)
+                same = min(common_prefix(node.tokens, offset * size, tokens, pos) // size, usable - offset)
                 result += node.blocks[offset : offset + same]
+                twins = offset + same - len(node.blocks)
+                if twins > 0:
+                    fresh = blocks[len(result) : len(result) + twins]
+                    self._replace_host(node, fresh)
+                    result += fresh
                 pos += same * size
                 offset += same
                 if pos == len(tokens):
                     break
-                if offset < len(node.blocks):
+                if offset < node.length:
                     node = self._split(node, offset)
             child = None
             for scope in scopes:
                 child = self._child(node, scope, tokens[pos : pos + size])
-                if child is not None:
+                if child is not None and (child.blocks or scope == scopes[-1]):
                     break
+                child = None
             if child is None:
                 fresh = blocks[pos // size :]
                 node = self._append(node, scopes[-1], tokens[pos:], fresh)
@@ -197,60 +229,76 @@ class RadixTree:
         self._touch(node, now)
         return result
 
-    def publish_tail(self, scopes: tuple[int, ...], prefix: Sequence[int], tokens: bytes, block: int, now: int) -> bool:
-        """Hang a partial block below a held prefix, unless a visible run already covers its tokens.
-
-        Returns:
-            Whether the tree became a holder of ``block``.
-        """
-        node = self.root
-        if prefix:
-            held = self.node_of[prefix[-1]]
-            if held is None:
-                raise RuntimeError("published below a block that is not in the tree")
-            node = held
+    def publish_tail(self, scopes: tuple[int, ...], prefix: Sequence[int], tokens: bytes, block: int, now: int) -> None:
+        """Hang a partial block below a held prefix, unless a visible run on the device already covers its tokens."""
+        node = self._node_at(prefix)
         offset = len(prefix) - node.start
-        if offset < len(node.blocks):
+        if offset < node.length:
             if common_prefix(node.tokens, offset * self.block_bytes, tokens, 0) == len(tokens):
-                return False
+                return
             node = self._split(node, offset)
         for scope in scopes:
-            _, same = self._best_child(node, scope, tokens, 0)
-            if same == len(tokens):
-                return False
+            twin, same = self._best_child(node, scope, tokens, 0)
+            if twin is not None and same == len(tokens):
+                if not twin.blocks and twin.scope == scopes[-1] and len(twin.tokens) == same:
+                    self._replace_host(twin, [block])
+                    self._touch(twin, now)
+                return
         self._drop_covered_partials(node, scopes[-1], tokens)
-        child = Node(node, scopes[-1], node.start + len(node.blocks), bytearray(tokens), [block])
+        child = Node(node, scopes[-1], node.start + node.length, bytearray(tokens))
         self._link(child)
-        self.pool.hold_cached(child.blocks)
-        self.node_of[block] = child
+        self._add_device(child, [block])
         self._touch(child, now)
-        return True
+
+    def _node_at(self, prefix: Sequence[int]) -> Node:
+        if not prefix:
+            return self.root
+        node = self.node_of[prefix[-1]]
+        if node is None:
+            raise RuntimeError("published below a block that is not in the tree")
+        return node
 
     def take_over(self, block: int) -> None:
         """A sequence becomes the owner of an idle partial tail: the tree forgets it, the block stays held."""
         node = self.node_of[block]
         if node is None:
             raise RuntimeError("a block that is not in the tree cannot be taken over")
-        self._unlink(node)
         self.node_of[block] = None
-        node.blocks = []
+        self._charge(self.device_usage, node, -1)
         self.pool.hand_over(block)
+        self._unlink(node)
+        node.blocks = []
         self._note_parent(node)
 
     def _append(self, node: Node, scope: int, tokens: bytes, blocks: list[int]) -> Node:
         """Add a run below ``node``: in place where ``node`` is a leaf of the same scope, else as a child."""
         self._drop_covered_partials(node, scope, tokens)
-        self.pool.hold_cached(blocks)
-        if node is not self.root and node.scope == scope and not node.ordered:
+        if node is not self.root and node.scope == scope and not node.ordered and not node.host_blocks:
             node.tokens += tokens
-            node.blocks += blocks
         else:
-            node = Node(node, scope, node.start + len(node.blocks), bytearray(tokens), list(blocks))
+            node = Node(node, scope, node.start + node.length, bytearray(tokens))
             self._link(node)
+        self._add_device(node, blocks)
+        return node
+
+    def _add_device(self, node: Node, blocks: list[int]) -> None:
+        """The run's device part grows by ``blocks``, of which the tree becomes a holder."""
+        if not node.blocks and node.parent is not None:
+            node.parent.num_device_children += 1
+        node.blocks += blocks
         node_of = self.node_of
         for block in blocks:
             node_of[block] = node
-        return node
+        self.pool.hold_cached(blocks)
+        self._charge(self.device_usage, node, len(blocks))
+
+    def _charge(self, usage: dict[int, int], node: Node, count: int) -> None:
+        owner = self.owner(node)
+        usage[owner] = usage.get(owner, 0) + count
+
+    def owner(self, node: Node) -> int:
+        """Who is charged for the blocks of ``node``."""
+        return self.owner_of_scope.get(node.scope, 0)
 
     def _drop_covered_partials(self, node: Node, scope: int, tokens: bytes) -> None:
         """Remove the partial children of ``node`` whose tokens are a prefix of ``tokens``."""
@@ -262,32 +310,38 @@ class RadixTree:
         at = bisect_left(keys, first) - 1
         while at >= 0 and keys[at][:TOKEN_BYTES] == first[:TOKEN_BYTES]:
             if len(keys[at]) < self.block_bytes and first.startswith(keys[at]):
-                self._remove_leaf(nodes[at])
+                self.cut(nodes[at], 0)
             at -= 1
 
     def _split(self, node: Node, offset: int) -> Node:
         """Cut ``node``'s run before its block ``offset``; returns the new upper node.
 
-        The lower part keeps its identity, so its children and its place in the heap stay valid.
+        The lower part keeps its identity, so its children and its place in the eviction orders stay valid.
         """
         cut = offset * self.block_bytes
         self._unlink(node)
-        upper = Node(node.parent, node.scope, node.start, node.tokens[:cut], node.blocks[:offset])
+        upper = Node(node.parent, node.scope, node.start, node.tokens[:cut])
         upper.last_used = node.last_used
+        upper.host_blocks = node.host_blocks[: max(0, offset - len(node.blocks))]
+        del node.host_blocks[: len(upper.host_blocks)]
+        upper.blocks = node.blocks[:offset]
+        del node.blocks[:offset]
         self._link(upper)
         node.parent = upper
         node.start += offset
         del node.tokens[:cut]
-        del node.blocks[:offset]
         self._link(node)
-        node_of = self.node_of
         for block in upper.blocks:
-            node_of[block] = upper
+            self.node_of[block] = upper
+        for block in upper.host_blocks:
+            self.host_node_of[block] = upper
         return upper
 
     def _link(self, node: Node) -> None:
         parent = node.parent
         assert parent is not None
+        if node.blocks:
+            parent.num_device_children += 1
         first = bytes(node.tokens[: self.block_bytes])
         if len(first) == self.block_bytes:
             parent.children.setdefault((node.scope, self._hash(first)), []).append(node)
@@ -299,6 +353,8 @@ class RadixTree:
     def _unlink(self, node: Node) -> None:
         parent = node.parent
         assert parent is not None
+        if node.blocks:
+            parent.num_device_children -= 1
         first = bytes(node.tokens[: self.block_bytes])
         if len(first) == self.block_bytes:
             key = (node.scope, self._hash(first))
@@ -315,79 +371,136 @@ class RadixTree:
         if not keys:
             del parent.ordered[node.scope]
 
-    # ------------------------------------------------------------------ shrinking
+    # ------------------------------------------------------------------ between tiers
+
+    def demote(self, node: Node, keep: int, host_blocks: list[int]) -> None:
+        """The device blocks from ``keep`` on move to ``host_blocks``; the device blocks lose the tree's hold.
+
+        The host blocks get the tree as a second holder: their first one is the plan that fills them.
+        """
+        moved = node.blocks[keep:]
+        node.host_blocks[:0] = host_blocks
+        for block in host_blocks:
+            self.host_node_of[block] = node
+        self.host_pool.hold_cached(host_blocks)
+        self._charge(self.host_usage, node, len(host_blocks))
+        self._drop_device(node, keep, moved)
+
+    def promote(self, host_blocks: list[int], blocks: list[int]) -> None:
+        """The first host blocks of a path move to device ``blocks``, which a sequence holds.
+
+        The host blocks lose the tree's hold; the plan that reads them holds them until it has run.
+        """
+        done = 0
+        while done < len(host_blocks):
+            node = self.host_node_of[host_blocks[done]]
+            if node is None:
+                raise RuntimeError("promoted a host block that is not in the tree")
+            count = min(len(node.host_blocks), len(host_blocks) - done)
+            self._replace_host(node, blocks[done : done + count])
+            done += count
+
+    def _replace_host(self, node: Node, blocks: list[int]) -> None:
+        """The first host blocks of ``node`` give way to device ``blocks`` with the same content."""
+        dropped = node.host_blocks[: len(blocks)]
+        del node.host_blocks[: len(blocks)]
+        self._forget_host(node, dropped)
+        self._add_device(node, blocks)
+
+    def take_over_host(self, block: int) -> None:
+        """A partial tail on the host becomes a sequence's own by a copy: the tree forgets it."""
+        node = self.host_node_of[block]
+        if node is not None:
+            self.cut(node, 0)
 
     def note_idle(self, block: int) -> None:
-        """Tell the tree that a holder of ``block`` may just have gone."""
+        """Tell the tree that a holder of a device block may just have gone."""
         node = self.node_of[block]
         if node is not None:
-            self._order.note(node)
+            self.device_order.note(node)
 
-    def _note_parent(self, node: Node) -> None:
-        if node.parent is not None:
-            self._order.note(node.parent)
+    def note_host_idle(self, block: int) -> None:
+        """Tell the tree that a holder of a host block may just have gone."""
+        node = self.host_node_of[block]
+        if node is not None:
+            self.host_order.note(node)
 
-    def is_evictable(self, node: Node) -> bool:
-        """Whether the end of this run can be given up now: nothing hangs below it and nobody holds it."""
-        return not node.ordered and bool(node.blocks) and self.pool.refs[node.blocks[-1]] == 1
+    def is_device_evictable(self, node: Node) -> bool:
+        """Whether the end of the device part can be given up: nothing on the device hangs below, nobody holds it."""
+        return not node.num_device_children and bool(node.blocks) and self.pool.refs[node.blocks[-1]] == 1
 
-    def evict(self, count: int) -> int:
-        """Free up to ``count`` idle blocks, least recently used nodes first, each from its end.
+    def is_host_evictable(self, node: Node) -> bool:
+        """Whether the end of the host part can be given up: it is a leaf, and no plan is using it."""
+        return not node.ordered and bool(node.host_blocks) and self.host_pool.refs[node.host_blocks[-1]] == 1
 
-        Returns:
-            How many were freed. O(log nodes) per node touched, never a walk over the tree.
+    # ------------------------------------------------------------------ shrinking
+
+    def cut(self, node: Node, keep: int) -> None:
+        """Forget all of ``node``'s run but its first ``keep`` blocks, and everything below it.
+
+        Sequences that hold such blocks keep them, unpublished.
         """
-        freed = 0
-        refs = self.pool.refs
-        while freed < count and (node := self._order.oldest()) is not None:
-            keep = len(node.blocks)
-            floor = max(0, keep - (count - freed))
-            while keep > floor and refs[node.blocks[keep - 1]] == 1:
-                keep -= 1
-            freed += len(node.blocks) - keep
-            self._cut(node, keep)
-        self.num_evictions += freed
-        return freed
-
-    def _cut(self, node: Node, keep: int) -> None:
-        """Give up all but the first ``keep`` blocks of a leaf."""
+        for below in self._nodes_below(node):
+            if below is not node:
+                self._remove(below)
         if keep == 0:
-            self._remove_leaf(node)
-            return
-        dropped = node.blocks[keep:]
-        del node.blocks[keep:]
-        del node.tokens[keep * self.block_bytes :]
-        self._forget(dropped)
-
-    def _remove_leaf(self, node: Node) -> None:
-        self._unlink(node)
-        dropped, node.blocks = node.blocks, []
-        self._forget(dropped)
+            self._remove(node)
+        else:
+            del node.tokens[keep * self.block_bytes :]
+            keep_host = max(0, keep - len(node.blocks))
+            dropped = node.host_blocks[keep_host:]
+            del node.host_blocks[keep_host:]
+            self._forget_host(node, dropped)
+            self._drop_device(node, keep, node.blocks[keep:])
+            self.device_order.note(node)
+            self.host_order.note(node)
         self._note_parent(node)
 
-    def _forget(self, blocks: list[int]) -> None:
+    def _remove(self, node: Node) -> None:
+        self._unlink(node)
+        host_blocks, node.host_blocks = node.host_blocks, []
+        self._forget_host(node, host_blocks)
+        blocks, node.blocks = node.blocks, []
+        self._forget_device(node, blocks)
+
+    def _drop_device(self, node: Node, keep: int, dropped: list[int]) -> None:
+        """The device part ends at ``keep``; ``dropped`` is what lay behind."""
+        if not dropped:
+            return
+        del node.blocks[keep:]
+        self._forget_device(node, dropped)
+        if not node.blocks and node.parent is not None:
+            node.parent.num_device_children -= 1
+            self._note_parent(node)
+
+    def _forget_device(self, node: Node, blocks: list[int]) -> None:
         for block in blocks:
             self.node_of[block] = None
         self.pool.drop_cached(blocks)
+        self._charge(self.device_usage, node, -len(blocks))
+
+    def _forget_host(self, node: Node, host_blocks: list[int]) -> None:
+        for block in host_blocks:
+            self.host_node_of[block] = None
+        self.host_pool.drop_cached(host_blocks)
+        self._charge(self.host_usage, node, -len(host_blocks))
+
+    def _note_parent(self, node: Node) -> None:
+        if node.parent is not None:
+            self.device_order.note(node.parent)
+            self.host_order.note(node.parent)
 
     def drop_from(self, block: int) -> None:
-        """Forget ``block`` and everything below it; sequences that hold such blocks keep them, unpublished."""
+        """Forget device ``block`` and everything below it."""
         node = self.node_of[block]
-        if node is None:
-            return
-        offset = node.blocks.index(block)
-        for below in [n for n in self._nodes_below(node) if n is not node]:
-            self._unlink(below)
-            dropped, below.blocks = below.blocks, []
-            self._forget(dropped)
-        self._cut(node, offset)
-        self._order.note(node)
+        if node is not None:
+            self.cut(node, node.blocks.index(block))
 
     def drop_scope(self, scope: int) -> None:
         """Forget every run of ``scope``. Narrower scopes that hang below go with it."""
-        tops = [n for n in self._nodes_below(self.root) if n.scope == scope and n.parent and n.parent.scope != scope]
+        tops = [n for n in self.nodes() if n.scope == scope and n.parent and n.parent.scope != scope]
         for node in tops:
-            self.drop_from(node.blocks[0])
+            self.cut(node, 0)
 
     def nodes(self) -> Iterator[Node]:
         """Every node, children before parents."""
@@ -400,16 +513,3 @@ class RadixTree:
             for _, nodes in each.ordered.values():
                 order += nodes
         return reversed(order)
-
-
-def common_prefix(a: bytes | bytearray, a_start: int, b: bytes | bytearray, b_start: int) -> int:
-    """Bytes, in whole tokens, that ``a`` from ``a_start`` and ``b`` from ``b_start`` have in common."""
-    count = min(len(a) - a_start, len(b) - b_start)
-    if count <= 0:
-        return 0
-    left, right = a[a_start : a_start + count], b[b_start : b_start + count]
-    if left == right:
-        return count
-    words = count // TOKEN_BYTES
-    differs = np.frombuffer(left, np.int32, words) != np.frombuffer(right, np.int32, words)
-    return int(differs.argmax()) * TOKEN_BYTES

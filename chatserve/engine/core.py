@@ -37,7 +37,12 @@ class EngineCore:
         info: what the executor reported: pool size, model limits, end tokens.
         hash_block: index function of the prefix tree; by default xxh3 with a seed of this process.
         """
-        self.manager = KVCacheManager(info.num_blocks, info.block_size, hash_block or xxh3_hash(secrets.randbits(64)))
+        self.manager = KVCacheManager(
+            info.num_blocks,
+            info.block_size,
+            hash_block or xxh3_hash(secrets.randbits(64)),
+            num_host_blocks=info.num_host_blocks,
+        )
         self.scheduler = Scheduler(
             config.scheduler,
             self.manager,
@@ -120,7 +125,12 @@ class EngineCore:
             steps=self._num_steps,
             preemptions=counters.preemptions,
             copies=manager.num_copies,
-            evictions=manager.tree.num_evictions,
+            evictions=manager.evictor.num_evictions,
+            demotions=manager.evictor.num_demotions,
+            promotions=manager.num_promotions,
+            host_drops=manager.evictor.num_host_drops,
+            host_blocks_total=manager.host_pool.num_blocks,
+            host_blocks_free=manager.host_pool.num_free,
             partial_hits=manager.num_partial_hits,
             aborts=counters.aborts,
             prefix_query_tokens=counters.prefix_query_tokens,

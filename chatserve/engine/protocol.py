@@ -80,6 +80,7 @@ class EngineInfo(msgspec.Struct, frozen=True):
     threads: int
     pid: int
     eos_token_ids: tuple[int, ...] = ()
+    num_host_blocks: int = 0
 
 
 class EngineReady(msgspec.Struct, frozen=True, array_like=True, tag="ready"):
@@ -101,6 +102,11 @@ class EngineStats(msgspec.Struct, frozen=True):
     preemptions: int = 0
     copies: int = 0
     evictions: int = 0
+    demotions: int = 0
+    promotions: int = 0
+    host_drops: int = 0
+    host_blocks_total: int = 0
+    host_blocks_free: int = 0
     partial_hits: int = 0
     aborts: int = 0
     prefix_query_tokens: int = 0

@@ -45,8 +45,10 @@ class SchedulerOutput(msgspec.Struct, frozen=True, array_like=True, gc=False):
         new_sequences: place these in their rows.
         table_rows, table_indices, table_blocks: int32 [t] each; ``block_table[row][index] = block``, where an
             index equal to the table's length appends.
-        copies: int32 [c, 2], (source, destination) blocks copied whole, before the forward. Sources and
-            destinations are disjoint.
+        demotions: int32 [d, 2], (device, host) blocks; copied whole, first of all.
+        promotions: int32 [p, 2], (host, device) blocks; copied whole, next.
+        copies: int32 [c, 2], (source, destination) device blocks; copied whole, next, before the forward. Within
+            each of the three, sources and destinations are disjoint.
         rows: int32 [n], rows that run in this step.
         num_computed: int32 [n], tokens of that row already in the cache; position of its first new token.
         num_new: int32 [n], tokens of that row run in this step (>= 1).
@@ -62,6 +64,8 @@ class SchedulerOutput(msgspec.Struct, frozen=True, array_like=True, gc=False):
     table_rows: bytes
     table_indices: bytes
     table_blocks: bytes
+    demotions: bytes
+    promotions: bytes
     copies: bytes
     rows: bytes
     num_computed: bytes

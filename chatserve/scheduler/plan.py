@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from chatserve.cache.kv_cache_manager import TableChange
+from chatserve.cache.kv_cache_manager import KVCacheManager, TableChange
 from chatserve.scheduler.batch import Batch, Int32s
 from chatserve.scheduler.output import NewSequence, SchedulerOutput
 from chatserve.scheduler.request import Sequence
@@ -83,7 +83,7 @@ class Plan:
         self._chunk_tokens.append(tokens)
 
     def build(
-        self, step: int, batch: Batch, decodes: Int32s, changes: RowChanges, copies: bytes
+        self, step: int, batch: Batch, decodes: Int32s, changes: RowChanges, manager: KVCacheManager
     ) -> SchedulerOutput | None:
         """The finished plan: ``decodes`` rows with one token each, then the chunks. ``None`` if nothing runs."""
         count = len(decodes)
@@ -108,6 +108,7 @@ class Plan:
         else:
             return None
         freed, tables = changes.take()
+        copies = manager.take_copies()
         return SchedulerOutput(
             step=step,
             freed_rows=freed,
@@ -115,7 +116,9 @@ class Plan:
             table_rows=tables[:, 0].tobytes(),
             table_indices=tables[:, 1].tobytes(),
             table_blocks=tables[:, 2].tobytes(),
-            copies=copies,
+            demotions=copies.demotions,
+            promotions=copies.promotions,
+            copies=copies.copies,
             rows=self.rows.tobytes(),
             num_computed=computed.tobytes(),
             num_new=num_new.tobytes(),

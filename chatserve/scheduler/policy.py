@@ -17,28 +17,20 @@ class Claims:
     """
 
     def __init__(self) -> None:
-        self._owners: dict[tuple[int, bytes], list[int]] = {}
+        self._owners: dict[tuple[int, bytes], set[int]] = {}
 
     def clear(self) -> None:
         """A new step begins."""
         self._owners.clear()
 
-    def claim(self, parent: int, tokens: bytes, scopes: tuple[int, ...], completes: bool) -> bool:
-        """Ask for the block of ``tokens`` that follows block ``parent`` (-1 at the root).
+    def visible(self, parent: int, tokens: bytes, scopes: tuple[int, ...]) -> bool:
+        """Whether the block of ``tokens`` after block ``parent`` (-1 at the root) is claimed for one of ``scopes``."""
+        owners = self._owners.get((parent, tokens))
+        return owners is not None and not owners.isdisjoint(scopes)
 
-        Args:
-            scopes: what the asker may see; it computes for the last one.
-            completes: the asker's chunk reaches the end of the block, so that the claim is worth waiting for.
-
-        Returns:
-            False if a visible claim exists and the asker should wait.
-        """
-        owners = self._owners.setdefault((parent, tokens), [])
-        if any(owner in scopes for owner in owners):
-            return False
-        if completes:
-            owners.append(scopes[-1])
-        return True
+    def add(self, parent: int, tokens: bytes, scope: int) -> None:
+        """This step computes that block to its end, for ``scope``."""
+        self._owners.setdefault((parent, tokens), set()).add(scope)
 
 
 def pick_slot_victim(order: SequenceOf[Sequence], better_than: int, admitted_before: int) -> Sequence | None:

@@ -138,7 +138,7 @@ class Scheduler:
             budget -= self._run_chunk(sequence, budget)
         if len(self.waiting):
             self._admit_waiting(budget)
-        return plan.build(self.step, batch, decodes, self._changes, self.manager.take_copies())
+        return plan.build(self.step, batch, decodes, self._changes, self.manager)
 
     def update(self, output: ModelRunnerOutput) -> StepNews:
         """Take the worker's answer to the plan that `schedule` returned last."""
@@ -325,25 +325,32 @@ class Scheduler:
         if changes:
             batch.publish_at[row] = self._next_publication(table)
             self._changes.note(row, changes)
-        if table.num_published == computed // self.manager.block_size and not self._claim(
-            sequence, table.blocks[: table.num_published], computed, tokens, budget
-        ):
-            return 0
+        if table.num_published == computed // self.manager.block_size:
+            parent = table.blocks[table.num_published - 1] if table.num_published else -1
+            if self._is_claimed(sequence, parent, table.num_published, tokens):
+                return 0
         return self._plan_chunk(sequence, computed, tokens, budget)
 
-    def _claim(self, sequence: Sequence, prefix: list[int], computed: int, tokens: bytes, budget: int) -> bool:
-        """Claim the next whole block for this step; False if somebody whose result it may see computes it now."""
+    def _is_claimed(self, sequence: Sequence, parent: int, index: int, tokens: bytes) -> bool:
+        """Whether somebody whose result it may see computes its block ``index``, after ``parent``, in this step."""
         size = self.manager.block_size * 4
-        start = len(prefix) * size
-        block = tokens[start : start + size]
-        if len(block) < size:
-            return True
-        completes = computed * 4 + budget * 4 >= start + size
-        return self._claims.claim(prefix[-1] if prefix else -1, block, sequence.request.scopes, completes)
+        block = tokens[index * size : (index + 1) * size]
+        return len(block) == size and self._claims.visible(parent, block, sequence.request.scopes)
+
+    def _claim(self, sequence: Sequence, end: int, tokens: bytes) -> None:
+        """The first unpublished block of a sequence is complete after this step's tokens up to ``end``."""
+        table, size = sequence.table, self.manager.block_size * 4
+        assert table is not None
+        index = table.num_published
+        if (index + 1) * size <= end * 4:
+            parent = table.blocks[index - 1] if index else -1
+            block = tokens[index * size : (index + 1) * size]
+            self._claims.add(parent, block, sequence.request.scopes[-1])
 
     def _plan_chunk(self, sequence: Sequence, computed: int, tokens: bytes, budget: int) -> int:
         size = min(budget, len(sequence.tokens) - computed)
         self._plan.add_chunk(sequence.row, tokens[computed * 4 : (computed + size) * 4])
+        self._claim(sequence, computed + size, tokens)
         self.counters.computed_prompt_tokens += max(0, min(size, sequence.request.num_prompt - computed))
         if not sequence.request.forked and computed + size == len(sequence.tokens):
             self._fork(sequence)
@@ -381,7 +388,9 @@ class Scheduler:
         request, manager = sequence.request, self.manager
         tokens = sequence.tokens.tobytes()
         match = manager.match(tokens, request.scopes, self.step)
-        if not self._claim(sequence, match.blocks, match.num_tokens, tokens, budget):
+        # What follows a host block nobody can be computing: whoever began would have promoted it.
+        parent = match.blocks[-1] if match.blocks else -1
+        if not match.host_blocks and self._is_claimed(sequence, parent, match.num_blocks, tokens):
             self.waiting.deferred(sequence)
             return 0
         admission = manager.admit(match, request.scopes, len(sequence.tokens), request.max_total)

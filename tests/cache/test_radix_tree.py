@@ -7,10 +7,9 @@ import random
 import numpy as np
 import pytest
 
-from chatserve.cache.block_pool import BlockPool
 from chatserve.cache.invariants import check_tree
-from chatserve.cache.kv_cache_manager import xxh3_hash
-from chatserve.cache.radix_tree import RadixTree, common_prefix
+from chatserve.cache.kv_cache_manager import KVCacheManager, xxh3_hash
+from chatserve.cache.node import common_prefix
 
 SIZE = 4
 ME = (1,)
@@ -24,8 +23,8 @@ class Shelf:
     """A tree with a pool, and sequences that publish and leave at once."""
 
     def __init__(self, num_blocks: int = 64, constant_hash: bool = False) -> None:
-        self.pool = BlockPool(num_blocks)
-        self.tree = RadixTree(self.pool, SIZE, (lambda _: 0) if constant_hash else xxh3_hash(0))
+        self.manager = KVCacheManager(num_blocks, SIZE, (lambda _: 0) if constant_hash else xxh3_hash(0))
+        self.pool, self.tree = self.manager.pool, self.manager.tree
         self.now = 0
 
     def put(self, tokens: list[int], scopes: tuple[int, ...] = ME) -> list[int]:
@@ -49,6 +48,12 @@ class Shelf:
         check_tree(self.tree)
         self.pool.check()
         return blocks
+
+    def evict(self, count: int) -> int:
+        before = self.pool.num_free
+        self.manager.evictor.free_device(count)
+        check_tree(self.tree)
+        return self.pool.num_free - before
 
     def cached(self, tokens: list[int], scopes: tuple[int, ...] = ME) -> int:
         self.now += 1
@@ -154,12 +159,12 @@ def test_eviction_takes_the_tail_of_the_least_recently_used_run() -> None:
     old, fresh = list(range(16)), list(range(50, 66))
     shelf.put(old)
     shelf.put(fresh)
-    assert shelf.tree.evict(3) == 3
+    assert shelf.evict(3) == 3
     check_tree(shelf.tree)
     assert shelf.cached(old) == 4
     assert shelf.cached(fresh) == 16
     # Both were looked up just now, `fresh` last, so `old` is still the first to go.
-    assert shelf.tree.evict(1) == 1
+    assert shelf.evict(1) == 1
     assert shelf.cached(old) == 0
 
 
@@ -168,11 +173,11 @@ def test_what_a_sequence_holds_is_never_evicted() -> None:
     shelf = Shelf(8)
     blocks = shelf.put(list(range(16)))
     shelf.pool.acquire(blocks[:2])
-    assert shelf.tree.evict(8) == 2
+    assert shelf.evict(8) == 2
     assert shelf.cached(list(range(16))) == 8
     shelf.pool.release(blocks[:2])
     shelf.tree.note_idle(blocks[1])
-    assert shelf.tree.evict(8) == 2
+    assert shelf.evict(8) == 2
     assert shelf.pool.num_free == 8
 
 
@@ -180,7 +185,7 @@ def test_an_evicted_run_is_not_found_again_under_its_old_key() -> None:
     """Blocks reused for Q never answer for P (kvcached#362)."""
     shelf = Shelf(4)
     shelf.put(list(range(16)))
-    shelf.tree.evict(4)
+    shelf.evict(4)
     shelf.put(list(range(50, 66)))
     assert shelf.cached(list(range(16))) == 0
     assert shelf.cached(list(range(50, 66))) == 16
@@ -212,15 +217,15 @@ def test_eviction_does_not_walk_the_tree() -> None:
             pool.release([block])
             tree.note_idle(block)
         calls = 0
-        original = tree.is_evictable
+        original = tree.is_device_evictable
 
         def counted(node: object) -> bool:
             nonlocal calls
             calls += 1
             return original(node)  # type: ignore[arg-type]
 
-        tree._order._is_evictable = counted
-        assert tree.evict(5) == 5
+        tree.device_order._is_evictable = counted
+        assert shelf.evict(5) == 5
         return calls
 
     assert pops(20_000) == pops(200)
