@@ -103,6 +103,15 @@ class QueueFullError(ChatserveError):
     default_code = "queue_full"
 
 
+class RateLimitError(ChatserveError):
+    """A limit of the caller's tenant is reached; nothing was enqueued.
+
+    Without ``retry_after`` waiting a little cannot help: the request is too large, or the day's quota is used up.
+    """
+
+    default_code = "rate_limit_exceeded"
+
+
 class EngineUnavailableError(ChatserveError):
     """The engine is loading, restarting or dead."""
 

@@ -23,10 +23,11 @@ ARROWS = {
     "engine": LEAVES | {"scheduler", "cache"},
     "text": LEAVES,
     "sessions": LEAVES | {"text"},
-    "server": LEAVES | {"sessions", "text", "engine.client", "engine.protocol", "scheduler.output"},
+    "tenancy": LEAVES,
+    "server": LEAVES | {"sessions", "tenancy", "text", "engine.client", "engine.protocol", "scheduler.output"},
     "model": LEAVES,
     "worker": LEAVES | {"model", "scheduler.output", "engine.protocol"},
-    "cli": LEAVES | {"cli", "server", "engine", "model", "text", "sessions"},
+    "cli": LEAVES | {"cli", "server", "engine", "model", "tenancy", "text", "sessions"},
     "__main__": {"cli"},
 }
 """Package or module of chatserve → what it may import from chatserve beside itself: a package or one module.
@@ -45,6 +46,7 @@ LIGHT = (
     *("chatserve.text.tokenizer", "chatserve.text.chat_template", "chatserve.sessions.memory_store"),
     *("chatserve.server.app", "chatserve.server.websocket", "chatserve.server.generation"),
     *("chatserve.cli.serve", "chatserve.cli.models", "chatserve.model.store"),
+    *("chatserve.cli.tenants", "chatserve.tenancy.registry"),
 )
 
 

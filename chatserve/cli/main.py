@@ -25,6 +25,7 @@ SUBCOMMANDS = {
     "serve": _Subcommand("chatserve.cli.serve:serve", "Serve a model: API, WebSocket and chat page."),
     "chat": _Subcommand("chatserve.cli.chat:chat", "Chat in the terminal with a server."),
     "models": _Subcommand("chatserve.cli.models:models", "Fetch and list models."),
+    "tenants": _Subcommand("chatserve.cli.tenants:tenants", "Manage tenants, their keys and limits; show usage."),
     "config": _Subcommand("chatserve.cli.config:config", "Show the configuration and where it comes from."),
     "version": _Subcommand("chatserve.cli.main:version", "Print the version."),
 }
