@@ -12,10 +12,10 @@ from chatserve.config import EngineConfig
 from chatserve.engine.protocol import EngineInfo
 from chatserve.scheduler.output import Executor
 
-# How long an OpenMP thread spins at a barrier before it sleeps: about 50 µs, enough to bridge the Python between
+# How long an OpenMP thread spins at a barrier before it sleeps: about 100 µs, enough to bridge the Python between
 # two operators. The default spins for milliseconds; where other processes want the same cores, a step then waits
 # out the time slice of whoever displaced a thread, hundreds of times (measured: 50 times slower).
-_OPENMP_SPINS = "1000"
+_OPENMP_SPINS = "2000"
 
 
 def create_executor(config: EngineConfig) -> tuple[Executor, EngineInfo]:
