@@ -52,6 +52,7 @@ class Harness:
         prefill_chunk: int = 64,
         ageing_steps: int = 1024,
         max_overtakes: int = 16,
+        num_host_blocks: int = 0,
         hash_block: Callable[[bytes], int] | None = None,
     ) -> None:
         config = EngineConfig(
@@ -65,8 +66,8 @@ class Harness:
                 max_overtakes=max_overtakes,
             ),
         )
-        info = oracle_info(config)
-        self.executor = OracleExecutor(num_blocks, block_size)
+        info = oracle_info(config, num_host_blocks=num_host_blocks)
+        self.executor = OracleExecutor(num_blocks, block_size, num_host_blocks=num_host_blocks)
         self.core = EngineCore(config, self.executor, info, hash_block=hash_block or xxh3_hash(0))
         self.manager = self.core.manager
         self.pool = self.core.manager.pool
@@ -88,6 +89,7 @@ class Harness:
         logprobs: int | None = None,
         stop_token_ids: tuple[int, ...] = (),
         min_tokens: int = 0,
+        tenant: str = "",
     ) -> Stream:
         """Enqueue a request; ids count up from 1."""
         sampling = SamplingParams(
@@ -105,7 +107,9 @@ class Harness:
         self.streams[request_id] = stream
         self.ids[id(stream)] = request_id
         self.core.add(
-            AddRequest(request_id, np.array(prompt, np.int32).tobytes(), sampling, scopes, priority, priority_class)
+            AddRequest(
+                request_id, np.array(prompt, np.int32).tobytes(), sampling, scopes, priority, priority_class, tenant
+            )
         )
         return stream
 

@@ -134,6 +134,7 @@ class Storm:
                 scopes,
                 priority=rng.choice((0, 0, -1, 2)),
                 priority_class=rng.choice((0, 1, 1)),
+                tenant=rng.choice("abc"),
             )
         )
 

@@ -14,8 +14,17 @@ import msgspec
 
 from chatserve.cache.kv_cache_manager import KVCacheManager, xxh3_hash
 from chatserve.config import EngineConfig
-from chatserve.engine.protocol import AddRequest, EngineInfo, EngineState, EngineStats, StepFrame
+from chatserve.engine.protocol import (
+    AddRequest,
+    EngineInfo,
+    EngineState,
+    EngineStats,
+    SetTenant,
+    StepFrame,
+    TenantState,
+)
 from chatserve.errors import ChatserveError
+from chatserve.scheduler.fairness import OPERATOR
 from chatserve.scheduler.output import Executor, Finished, StepNews
 from chatserve.scheduler.request import Request
 from chatserve.scheduler.scheduler import Scheduler
@@ -68,6 +77,7 @@ class EngineCore:
             message.prompt,
             message.sampling,
             tuple(self._intern(scope) for scope in message.scopes),
+            tenant=self.scheduler.tenants.index(message.tenant),
             priority=message.priority,
             priority_class=message.priority_class,
         )
@@ -80,7 +90,20 @@ class EngineCore:
             )
 
     def _intern(self, scope: Scope) -> int:
-        return self._scope_ids.setdefault(scope, len(self._scope_ids))
+        """The scope's number. Its blocks are charged to its tenant, or to the operator if several may see it."""
+        known = self._scope_ids.get(scope)
+        if known is not None:
+            return known
+        number = self._scope_ids[scope] = len(self._scope_ids)
+        owner = self.scheduler.tenants.index(scope.owner) if scope.kind == "tenant" else OPERATOR
+        self.manager.tree.owner_of_scope[number] = owner
+        return number
+
+    def set_tenant(self, message: SetTenant) -> None:
+        """Weight and shares of a tenant, from now on."""
+        tenant = self.scheduler.tenants.index(message.tenant)
+        self.scheduler.tenants.set_weight(tenant, message.weight)
+        self.manager.shares.set(tenant, weight=message.weight, floor=message.kv_floor, cap=message.kv_cap)
 
     def abort(self, request_ids: tuple[int, ...]) -> None:
         """End requests between two steps."""
@@ -136,6 +159,7 @@ class EngineCore:
             prefix_query_tokens=counters.prefix_query_tokens,
             prefix_hit_tokens=counters.prefix_hit_tokens,
             prompt_tokens=counters.prompt_tokens,
+            computed_tokens=counters.computed_tokens,
             computed_prompt_tokens=counters.computed_prompt_tokens,
             generation_tokens=counters.generation_tokens,
         )
@@ -149,4 +173,21 @@ class EngineCore:
             recounted_held=held,
             recounted_cached=cached,
             live_requests=len(self.scheduler.requests),
+            tenants=self._tenant_states(),
+        )
+
+    def _tenant_states(self) -> tuple[TenantState, ...]:
+        tenants, tree = self.scheduler.tenants, self.manager.tree
+        return tuple(
+            TenantState(
+                tenant=name,
+                prompt_tokens=int(tenants.prompt[index]),
+                cached_tokens=int(tenants.cached[index]),
+                computed_tokens=int(tenants.computed[index]),
+                generated_tokens=int(tenants.generated[index]),
+                device_blocks=tree.device_usage.get(index, 0),
+                host_blocks=tree.host_usage.get(index, 0),
+                virtual_tokens=float(tenants.counters[index]),
+            )
+            for index, name in enumerate(tenants.names)
         )

@@ -31,6 +31,7 @@ from chatserve.engine.protocol import (
     EngineInfo,
     EngineReady,
     GetState,
+    SetTenant,
     Shutdown,
     StepFrame,
     ToEngine,
@@ -88,6 +89,8 @@ class EngineLoop:
             self._core.add(message)
         elif isinstance(message, Abort):
             self._core.abort(message.request_ids)
+        elif isinstance(message, SetTenant):
+            self._core.set_tenant(message)
         elif isinstance(message, GetState):
             self._channel.send(self._core.state(message.call_id, self._busy_seconds))
         self._stats_stale = True

@@ -26,6 +26,7 @@ class AddRequest(msgspec.Struct, frozen=True, array_like=True, tag="add"):
         scopes: scopes it may see, widest first; the last one is where it publishes.
         priority: lower runs first, within the class.
         priority_class: from the tenant; lower runs first.
+        tenant: who is served and charged.
     """
 
     request_id: int
@@ -34,6 +35,22 @@ class AddRequest(msgspec.Struct, frozen=True, array_like=True, tag="add"):
     scopes: tuple[Scope, ...]
     priority: int = 0
     priority_class: int = 0
+    tenant: str = ""
+
+
+class SetTenant(msgspec.Struct, frozen=True, array_like=True, tag="tenant"):
+    """Weight and KV shares of a tenant; without it a tenant has weight 1 and no floor or cap.
+
+    Attributes:
+        weight: service and KV share relative to the others.
+        kv_floor: fraction of the pool below which its cached blocks are evicted only if nothing else can be.
+        kv_cap: fraction of the pool above which its cached blocks are evicted first.
+    """
+
+    tenant: str
+    weight: float = 1.0
+    kv_floor: float = 0.0
+    kv_cap: float = 1.0
 
 
 class Abort(msgspec.Struct, frozen=True, array_like=True, tag="abort"):
@@ -52,7 +69,7 @@ class Shutdown(msgspec.Struct, frozen=True, array_like=True, tag="shutdown"):
     """Finish the current step and exit 0."""
 
 
-ToEngine = AddRequest | Abort | GetState | Shutdown
+ToEngine = AddRequest | Abort | SetTenant | GetState | Shutdown
 
 
 class EngineInfo(msgspec.Struct, frozen=True):
@@ -112,6 +129,7 @@ class EngineStats(msgspec.Struct, frozen=True):
     prefix_query_tokens: int = 0
     prefix_hit_tokens: int = 0
     prompt_tokens: int = 0
+    computed_tokens: int = 0
     computed_prompt_tokens: int = 0
     generation_tokens: int = 0
     busy_seconds: float = 0.0
@@ -136,6 +154,25 @@ class StepFrame(msgspec.Struct, frozen=True, array_like=True, tag="step"):
     stats: EngineStats | None = None
 
 
+class TenantState(msgspec.Struct, frozen=True, array_like=True):
+    """What one tenant was given since the engine started, and what it holds now.
+
+    Attributes:
+        computed_tokens: prompt tokens that ran, and tokens that ran again after a preemption.
+        device_blocks, host_blocks: cached blocks charged to it, now.
+        virtual_tokens: its fairness counter.
+    """
+
+    tenant: str
+    prompt_tokens: int
+    cached_tokens: int
+    computed_tokens: int
+    generated_tokens: int
+    device_blocks: int
+    host_blocks: int
+    virtual_tokens: float
+
+
 class EngineState(msgspec.Struct, frozen=True, array_like=True, tag="state"):
     """Reply to `GetState`: the counters, and the pool's counts recomputed from its holders."""
 
@@ -144,6 +181,7 @@ class EngineState(msgspec.Struct, frozen=True, array_like=True, tag="state"):
     recounted_held: int
     recounted_cached: int
     live_requests: int
+    tenants: tuple[TenantState, ...] = ()
 
 
 class EngineFailed(msgspec.Struct, frozen=True, array_like=True, tag="failed"):

@@ -33,6 +33,7 @@ class Batch:
         last_token: the last known token.
         uses_eos (bool): the model's end tokens end this output.
         own_stops (bool): it has stop token ids of its own.
+        tenants: index of who is charged.
         request_ids (int64), choices: whose stream the row's tokens belong to.
     ``ones`` and ``indices`` are constants, kept to be sliced.
     """
@@ -53,6 +54,7 @@ class Batch:
         self.own_stops = np.zeros(max_num_seqs, np.bool_)
         self.request_ids = np.zeros(max_num_seqs, np.int64)
         self.choices: Int32s = np.zeros(max_num_seqs, np.int32)
+        self.tenants: Int32s = np.zeros(max_num_seqs, np.int32)
         self.ones: Int32s = np.ones(max_num_seqs, np.int32)
         self.indices: Int32s = np.arange(max_num_seqs, dtype=np.int32)
         self._free_rows = list(range(max_num_seqs - 1, -1, -1))
@@ -97,6 +99,7 @@ class Batch:
         self.num_own_stops += bool(sampling.stop_token_ids)
         self.request_ids[row] = request.request_id
         self.choices[row] = sequence.choice
+        self.tenants[row] = request.tenant
         key = (request.priority_class, sequence.admission)
         at = bisect_left(self._order_keys, key)
         self._order_keys.insert(at, key)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 
+from chatserve.scheduler.batch import Batch
+from chatserve.scheduler.fairness import QUANTUM_TOKENS, Tenants
 from chatserve.scheduler.request import Sequence
 
 
@@ -31,6 +33,25 @@ class Claims:
     def add(self, parent: int, tokens: bytes, scope: int) -> None:
         """This step computes that block to its end, for ``scope``."""
         self._owners.setdefault((parent, tokens), set()).add(scope)
+
+
+def pick_unfair_victim(batch: Batch, tenants: Tenants, head: Sequence, admitted_before: int) -> Sequence | None:
+    """The running sequence that loses its slot to ``head`` of the same class, because its tenant is far ahead.
+
+    The tenant must be more than a quantum of virtual tokens ahead of the waiting one; of its sequences the last
+    admitted goes, but never within its own quantum of steps.
+    """
+    counters = tenants.counters[batch.tenants[batch.order_rows()]]
+    furthest = int(counters.argmax())
+    if counters[furthest] <= tenants.counters[head.request.tenant] + QUANTUM_TOKENS:
+        return None
+    tenant = batch.order[furthest].request.tenant
+    for sequence in reversed(batch.order):
+        if sequence.request.priority_class < head.request.priority_class:
+            return None
+        if sequence.request.tenant == tenant and sequence.admitted_step <= admitted_before:
+            return sequence
+    return None
 
 
 def pick_slot_victim(order: SequenceOf[Sequence], better_than: int, admitted_before: int) -> Sequence | None:

@@ -1,8 +1,10 @@
 """Who waits, and who is next.
 
-Order: priority class with ageing, then priority within the class with ageing, then arrival. Ageing makes every
-step of waiting count like a fraction of a level, for everybody at the same rate; within a class that leaves the
-order of two waiting sequences fixed, so a heap with static keys is enough. Ageing reorders and never preempts.
+Order: priority class with ageing, then the tenant with the lowest virtual token counter, then within the tenant
+priority with ageing and arrival. Ageing makes every step of waiting count like a fraction of a level, for everybody
+at the same rate, so within a tenant the order of two waiting sequences never changes and a heap with static keys is
+enough. Ageing reorders and never preempts. Counters only rise, so the heap of tenants may hold old values: they are
+early, never late, and corrected when they surface.
 """
 
 from __future__ import annotations
@@ -10,82 +12,131 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterator
 
+from chatserve.scheduler.fairness import Tenants
 from chatserve.scheduler.request import Request, Sequence
 
-Rank = tuple[int, int, int, int]
-"""Smaller runs first: (aged class, aged priority, arrival, choice)."""
+Rank = tuple[int, float, int, int, int]
+"""Smaller runs first: (aged class, tenant's counter, aged priority, arrival, choice)."""
+
+
+class _ClassQueue:
+    """The waiting sequences of one priority class."""
+
+    def __init__(self, tenants: Tenants) -> None:
+        self._tenants = tenants
+        self._heaps: dict[int, list[tuple[int, int, int, Sequence]]] = {}
+        self._order: list[tuple[float, int]] = []
+
+    def __iter__(self) -> Iterator[Sequence]:
+        for heap in self._heaps.values():
+            for _, _, _, sequence in heap:
+                yield sequence
+
+    def push(self, sequence: Sequence, aged_priority: int) -> None:
+        request = sequence.request
+        heap = self._heaps.get(request.tenant)
+        if heap is None:
+            heap = self._heaps[request.tenant] = []
+            heapq.heappush(self._order, (float(self._tenants.counters[request.tenant]), request.tenant))
+        heapq.heappush(heap, (aged_priority, request.arrival, sequence.choice, sequence))
+
+    def peek(self, waiting: set[Sequence]) -> Sequence | None:
+        order = self._order
+        while order:
+            counter, tenant = order[0]
+            heap = self._heaps[tenant]
+            while heap and heap[0][3] not in waiting:
+                heapq.heappop(heap)
+            if not heap:
+                heapq.heappop(order)
+                del self._heaps[tenant]
+                continue
+            now = float(self._tenants.counters[tenant])
+            if now > counter:
+                heapq.heapreplace(order, (now, tenant))
+                continue
+            return heap[0][3]
+        return None
+
+    def pop(self, sequence: Sequence) -> None:
+        heapq.heappop(self._heaps[sequence.request.tenant])
+
+    def compact(self, waiting: set[Sequence]) -> None:
+        for heap in self._heaps.values():
+            heap[:] = [entry for entry in heap if entry[3] in waiting]
+            heapq.heapify(heap)
 
 
 class WaitingQueue:
-    """Waiting sequences by class; every operation is O(log n) in the length of one class."""
+    """Waiting sequences by class and tenant; every operation is O(log n), amortised."""
 
-    def __init__(self, ageing_steps: int) -> None:
+    def __init__(self, ageing_steps: int, tenants: Tenants) -> None:
         self._ageing_steps = ageing_steps
-        self._heaps: dict[int, list[tuple[int, int, int, Sequence]]] = {}
-        self._waiting: set[int] = set()
+        self._tenants = tenants
+        self._classes: dict[int, _ClassQueue] = {}
+        self._waiting: set[Sequence] = set()
+        self._num_removed = 0
 
     def __len__(self) -> int:
         return len(self._waiting)
 
     def __iter__(self) -> Iterator[Sequence]:
-        for heap in self._heaps.values():
-            for _, _, _, sequence in heap:
-                if id(sequence) in self._waiting:
-                    yield sequence
+        return iter(self._waiting)
 
     def best_class(self) -> int:
         """The lowest class that may have a waiting sequence; very high if nobody waits."""
-        return min(self._heaps, default=2**63)
+        return min(self._classes, default=2**63)
 
     def push(self, sequence: Sequence) -> None:
         """Enqueue; a sequence that comes back keeps the place of its request's arrival."""
-        request = sequence.request
-        if id(sequence) in self._waiting:
+        if sequence in self._waiting:
             raise RuntimeError("a sequence was enqueued twice")
-        self._waiting.add(id(sequence))
-        heap = self._heaps.setdefault(request.priority_class, [])
-        heapq.heappush(heap, (self._aged_priority(request), request.arrival, sequence.choice, sequence))
+        self._waiting.add(sequence)
+        level = sequence.request.priority_class
+        queue = self._classes.get(level)
+        if queue is None:
+            queue = self._classes[level] = _ClassQueue(self._tenants)
+        queue.push(sequence, self._aged_priority(sequence.request))
 
     def remove(self, sequence: Sequence) -> None:
-        """Forget a sequence wherever it stands; its heap entry is skipped later."""
-        self._waiting.discard(id(sequence))
-        heap = self._heaps.get(sequence.request.priority_class)
-        # The entry holds the object, so its id cannot be reused while the entry exists. Rebuild when most
-        # entries are dead, so that a flood of aborted requests holds no memory.
-        if heap is not None and len(heap) > 64 and len(heap) > 4 * len(self._waiting):
-            live = [entry for entry in heap if id(entry[3]) in self._waiting]
-            heapq.heapify(live)
-            self._heaps[sequence.request.priority_class] = live
+        """Forget a sequence wherever it stands; its entry is skipped, or swept when most entries are dead."""
+        self._waiting.discard(sequence)
+        self._num_removed += 1
+        if self._num_removed > 64 and self._num_removed > 4 * len(self._waiting):
+            self._num_removed = 0
+            for queue in self._classes.values():
+                queue.compact(self._waiting)
 
     def peek(self, step: int) -> Sequence | None:
         """The sequence that should run next at logical time ``step``."""
         best: Sequence | None = None
         best_rank: Rank | None = None
-        for level in list(self._heaps):
-            heap = self._heaps[level]
-            while heap and id(heap[0][3]) not in self._waiting:
-                heapq.heappop(heap)
-            if not heap:
-                del self._heaps[level]
+        for level in list(self._classes):
+            head = self._classes[level].peek(self._waiting)
+            if head is None:
+                del self._classes[level]
                 continue
-            rank = self.rank(heap[0][3], step)
+            if len(self._classes) == 1:
+                return head
+            rank = self.rank(head, step)
             if best_rank is None or rank < best_rank:
-                best, best_rank = heap[0][3], rank
+                best, best_rank = head, rank
         return best
 
     def pop(self, step: int) -> Sequence | None:
         """Remove and return what `peek` shows."""
         sequence = self.peek(step)
         if sequence is not None:
-            heapq.heappop(self._heaps[sequence.request.priority_class])
-            self._waiting.discard(id(sequence))
+            self._classes[sequence.request.priority_class].pop(sequence)
+            self._waiting.discard(sequence)
         return sequence
 
     def rank(self, sequence: Sequence, step: int) -> Rank:
         """Where a waiting sequence stands at ``step``."""
         request = sequence.request
         aged_class = request.priority_class - (step - request.arrival_step) // self._ageing_steps
-        return aged_class, self._aged_priority(request), request.arrival, sequence.choice
+        counter = float(self._tenants.counters[request.tenant])
+        return aged_class, counter, self._aged_priority(request), request.arrival, sequence.choice
 
     def _aged_priority(self, request: Request) -> int:
         return request.priority * self._ageing_steps + request.arrival_step

@@ -27,6 +27,7 @@ class Request:
     Attributes:
         prompt: int32 token ids.
         scopes: interned, widest first; the last one is its own.
+        tenant: index of who is served and charged.
         arrival: rises with every accepted request; ties are impossible.
         arrival_step: logical time of acceptance; ageing counts from it.
         max_total: prompt and output tokens a choice may reach; fits the model and an empty pool.
@@ -50,6 +51,7 @@ class Request:
         "scopes",
         "sequences",
         "started",
+        "tenant",
     )
 
     def __init__(
@@ -59,6 +61,7 @@ class Request:
         sampling: SamplingParams,
         scopes: tuple[int, ...],
         *,
+        tenant: int = 0,
         priority: int = 0,
         priority_class: int = 0,
     ) -> None:
@@ -67,6 +70,7 @@ class Request:
         self.num_prompt = len(prompt) // 4
         self.sampling = sampling
         self.scopes = scopes
+        self.tenant = tenant
         self.priority = priority
         self.priority_class = priority_class
         self.arrival = 0

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from chatserve.scheduler.fairness import Tenants
 from chatserve.scheduler.output import Finished, FinishReason, Started, StepNews
 from chatserve.scheduler.request import Request, Sequence
 
@@ -33,7 +34,8 @@ class Ending:
 class RequestBook:
     """Requests from acceptance to their last terminal event."""
 
-    def __init__(self) -> None:
+    def __init__(self, tenants: Tenants) -> None:
+        self._tenants = tenants
         self._open: dict[int, Request] = {}
         self._num_arrivals = 0
         self._started: list[Started] = []
@@ -60,6 +62,7 @@ class RequestBook:
         request.arrival_step = step
         self._num_arrivals += 1
         self._open[request.request_id] = request
+        self._tenants.arrive(request.tenant)
         return self.add_choice(request)
 
     def add_choice(self, request: Request) -> Sequence:
@@ -71,6 +74,7 @@ class RequestBook:
     def note_start(self, request: Request, num_cached: int) -> None:
         """A request was admitted for the first time."""
         request.started = True
+        self._tenants.charge_cached(request.tenant, request.num_prompt, num_cached)
         self._started.append(Started(request.request_id, request.num_prompt, num_cached))
 
     def note_end(self, request: Request, choice: int, ending: Ending) -> None:
@@ -88,6 +92,7 @@ class RequestBook:
         request.num_open -= 1
         if request.num_open == 0:
             del self._open[request.request_id]
+            self._tenants.leave(request.tenant)
 
     def tell(self, news: StepNews) -> StepNews:
         """Put the untold events into ``news``."""

@@ -16,9 +16,10 @@ from chatserve.cache.radix_tree import Match
 from chatserve.config import SchedulerConfig
 from chatserve.errors import ContextLengthError
 from chatserve.scheduler.batch import NEVER, Batch, Int32s
+from chatserve.scheduler.fairness import Tenants
 from chatserve.scheduler.output import ModelRunnerOutput, SchedulerOutput, StepNews
 from chatserve.scheduler.plan import Plan, RowChanges
-from chatserve.scheduler.policy import Claims, pick_slot_victim
+from chatserve.scheduler.policy import Claims, pick_slot_victim, pick_unfair_victim
 from chatserve.scheduler.request import Request, Sequence, Status
 from chatserve.scheduler.request_book import Ending, RequestBook
 from chatserve.scheduler.waiting_room import WaitingRoom
@@ -38,6 +39,7 @@ class SchedulerCounters:
         self.prefix_query_tokens = 0
         self.prefix_hit_tokens = 0
         self.prompt_tokens = 0
+        self.computed_tokens = 0
         self.computed_prompt_tokens = 0
         self.generation_tokens = 0
 
@@ -63,8 +65,9 @@ class Scheduler:
         self._is_eos = np.zeros(vocab_size, np.bool_)
         self._is_eos[list(eos_token_ids)] = True
         self._prefill_chunk = config.long_prefill_token_threshold or DEFAULT_PREFILL_CHUNK
-        self.requests = RequestBook()
-        self.waiting = WaitingRoom(config.ageing_steps, config.max_overtakes)
+        self.tenants = Tenants()
+        self.requests = RequestBook(self.tenants)
+        self.waiting = WaitingRoom(config.ageing_steps, config.max_overtakes, self.tenants)
         self.batch = Batch(config.max_num_seqs)
         self._num_admissions = 0
         self._claims = Claims()
@@ -119,7 +122,7 @@ class Scheduler:
         self._plan = plan = Plan()
         self._claims.clear()
         batch = self.batch
-        self._make_room_for_better_class()
+        self._make_room()
         self._grow_running()
 
         rows = batch.order_rows()
@@ -168,6 +171,7 @@ class Scheduler:
         for row, token in zip(rows.tolist(), tokens.tolist(), strict=True):
             row_tokens[row].append(token)
         self.counters.generation_tokens += len(rows)
+        self.tenants.charge_generated(batch.tenants[rows])
         self._publish(plan)
 
         news = StepNews(batch.request_ids[rows].tobytes(), batch.choices[rows].tobytes(), tokens.tobytes(), logprobs)
@@ -271,19 +275,30 @@ class Scheduler:
 
     # ------------------------------------------------------------------ room
 
-    def _make_room_for_better_class(self) -> None:
+    def _make_room(self) -> None:
         """Slots and memory for the next sequence, at the cost of a running one of a strictly worse class."""
         batch = self.batch
         if not len(batch):
             return
         worst = batch.order[-1].request.priority_class
-        head = self.waiting.first(self.step) if self.waiting.best_class() < worst else None
-        if head is None or head.request.priority_class >= worst:
+        head = self.waiting.first(self.step) if len(self.waiting) else None
+        if head is None:
+            return
+        if head.request.priority_class >= worst:
+            self._make_room_for_fairness(head)
             return
         while not batch.num_free_rows or self._lacks_memory(head):
             victim = pick_slot_victim(batch.order, head.request.priority_class, self.step - QUANTUM_STEPS)
             if victim is None:
                 return
+            self._preempt(victim)
+
+    def _make_room_for_fairness(self, head: Sequence) -> None:
+        """A slot for the next sequence, at the cost of a tenant that is far ahead of its own."""
+        if self.batch.num_free_rows or len(self.tenants) <= 2:
+            return
+        victim = pick_unfair_victim(self.batch, self.tenants, head, self.step - QUANTUM_STEPS)
+        if victim is not None:
             self._preempt(victim)
 
     def _lacks_memory(self, sequence: Sequence) -> bool:
@@ -351,7 +366,9 @@ class Scheduler:
         size = min(budget, len(sequence.tokens) - computed)
         self._plan.add_chunk(sequence.row, tokens[computed * 4 : (computed + size) * 4])
         self._claim(sequence, computed + size, tokens)
+        self.counters.computed_tokens += size
         self.counters.computed_prompt_tokens += max(0, min(size, sequence.request.num_prompt - computed))
+        self.tenants.charge_computed(sequence.request.tenant, size)
         if not sequence.request.forked and computed + size == len(sequence.tokens):
             self._fork(sequence)
         return size

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from chatserve.scheduler.fairness import Tenants
 from chatserve.scheduler.queue import WaitingQueue
 from chatserve.scheduler.request import Sequence
 
@@ -27,8 +28,8 @@ published meanwhile."""
 class WaitingRoom:
     """Every waiting sequence is in exactly one of: the queue, the refused, the deferred of the current step."""
 
-    def __init__(self, ageing_steps: int, max_overtakes: int) -> None:
-        self._queue = WaitingQueue(ageing_steps)
+    def __init__(self, ageing_steps: int, max_overtakes: int, tenants: Tenants) -> None:
+        self._queue = WaitingQueue(ageing_steps, tenants)
         self._max_overtakes = max_overtakes
         self._refused: list[Sequence] = []
         self._deferred: list[Sequence] = []
@@ -71,6 +72,9 @@ class WaitingRoom:
     def begin(self, step: int, num_available: int, *, retry_all: bool) -> None:
         """A step's admissions begin with this many blocks available."""
         self._step = step
+        if len(self._refused) > 1:
+            # Tenants' counters have moved since.
+            self._sort_refused()
         self._retries = [
             s for s in self._refused if retry_all or num_available >= s.missing or step - s.tried_step >= RETRY_STEPS
         ]
@@ -112,9 +116,12 @@ class WaitingRoom:
         sequence.missing = num_needed
         sequence.tried_step = self._step
         self._refused.append(sequence)
-        self._refused.sort(key=lambda s: self._queue.rank(s, self._step))
+        self._sort_refused()
         if len(self._refused) > LOOKAHEAD:
             self._queue.push(self._refused.pop())
+
+    def _sort_refused(self) -> None:
+        self._refused.sort(key=lambda s: self._queue.rank(s, self._step))
 
     def deferred(self, sequence: Sequence) -> None:
         """The candidate waits for a block that is being computed in this very step."""

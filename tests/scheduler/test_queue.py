@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from chatserve.sampling_params import SamplingParams
+from chatserve.scheduler.fairness import Tenants
 from chatserve.scheduler.queue import WaitingQueue
 from chatserve.scheduler.request import Request, Sequence
 
@@ -13,7 +14,8 @@ class Line:
     """A queue and requests arriving at it one after the other."""
 
     def __init__(self, ageing_steps: int = 100) -> None:
-        self.queue = WaitingQueue(ageing_steps)
+        self.tenants = Tenants()
+        self.queue = WaitingQueue(ageing_steps, self.tenants)
         self.count = 0
 
     def arrive(self, *, step: int = 0, priority: int = 0, priority_class: int = 0, n: int = 1) -> Sequence:
@@ -89,5 +91,5 @@ def test_removed_sequences_hold_no_memory_and_no_place() -> None:
     for _ in range(1000):
         line.queue.remove(line.arrive())
     assert len(line.queue) == 1
-    assert sum(len(heap) for heap in line.queue._heaps.values()) < 200
+    assert sum(1 for queue in line.queue._classes.values() for _ in queue) < 200
     assert line.drain() == [keep]

@@ -1,0 +1,104 @@
+"""Fair service between tenants: a virtual token counter each (Sheng et al., *Fairness in Serving Large Language
+Models*, OSDI 2024).
+
+A tenant's counter rises with the service it gets, divided by its weight; who has the lowest is served next. A
+tenant that returns after a pause is lifted to the lowest counter among the active, so that idling earns no credit.
+Counters are a column by tenant index, because every step charges every row of the batch.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+PROMPT_COST = 1.0
+"""Per prompt token that is computed."""
+
+OUTPUT_COST = 2.0
+"""Per generated token."""
+
+CACHED_COST = 0.05
+"""Per prompt token found in the cache: memory traffic, but no computation."""
+
+QUANTUM_TOKENS = 1024.0
+"""Virtual tokens by which a tenant must be ahead of a waiting one before it loses a slot to it."""
+
+OPERATOR = 0
+"""Index of the operator, who is charged for what is published to several tenants."""
+
+
+Int64s = npt.NDArray[np.int64]
+
+
+class Tenants:
+    """Every tenant the engine has seen, by index.
+
+    Columns by tenant index:
+        counters (float64): virtual tokens served.
+        prompt, cached, computed, generated (int64): tokens since start, exactly. Computed are prompt tokens that
+            ran, and tokens that ran again after a preemption.
+    """
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+        self.num_active: list[int] = []
+        self.counters: npt.NDArray[np.float64] = np.zeros(16)
+        self.prompt: Int64s = np.zeros(16, np.int64)
+        self.cached: Int64s = np.zeros(16, np.int64)
+        self.computed: Int64s = np.zeros(16, np.int64)
+        self.generated: Int64s = np.zeros(16, np.int64)
+        self._index: dict[str, int] = {}
+        self._inverse_weights: npt.NDArray[np.float64] = np.ones(16)
+        self.index("")
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def index(self, name: str) -> int:
+        """The tenant's index; a new one has weight 1."""
+        known = self._index.get(name)
+        if known is not None:
+            return known
+        at = len(self.names)
+        self._index[name] = at
+        self.names.append(name)
+        self.num_active.append(0)
+        if at == len(self.counters):
+            self.counters = np.concatenate((self.counters, np.zeros(at)))
+            self._inverse_weights = np.concatenate((self._inverse_weights, np.ones(at)))
+            for column in ("prompt", "cached", "computed", "generated"):
+                setattr(self, column, np.concatenate((getattr(self, column), np.zeros(at, np.int64))))
+        return at
+
+    def set_weight(self, tenant: int, weight: float) -> None:
+        """A tenant of weight 2 gets twice the service of one of weight 1 while both want more."""
+        self._inverse_weights[tenant] = 1.0 / weight
+
+    def arrive(self, tenant: int) -> None:
+        """A request was accepted. The first of an idle tenant lifts its counter to the lowest of the active."""
+        if not self.num_active[tenant]:
+            active = [self.counters[i] for i, count in enumerate(self.num_active) if count]
+            if active:
+                self.counters[tenant] = max(self.counters[tenant], min(active))
+        self.num_active[tenant] += 1
+
+    def leave(self, tenant: int) -> None:
+        """A request of the tenant has ended."""
+        self.num_active[tenant] -= 1
+
+    def charge_cached(self, tenant: int, num_prompt: int, num_cached: int) -> None:
+        """A request of the tenant was admitted with ``num_cached`` of its tokens found."""
+        self.prompt[tenant] += num_prompt
+        self.cached[tenant] += num_cached
+        self.counters[tenant] += CACHED_COST * num_cached * self._inverse_weights[tenant]
+
+    def charge_computed(self, tenant: int, num_tokens: int) -> None:
+        """Prompt tokens (or tokens computed again after a preemption) were scheduled."""
+        self.computed[tenant] += num_tokens
+        self.counters[tenant] += PROMPT_COST * num_tokens * self._inverse_weights[tenant]
+
+    def charge_generated(self, tenants: npt.NDArray[np.int32]) -> None:
+        """One token was generated for each entry of ``tenants``."""
+        counts = np.bincount(tenants)
+        self.counters[: len(counts)] += OUTPUT_COST * counts * self._inverse_weights[: len(counts)]
+        self.generated[: len(counts)] += counts
