@@ -132,7 +132,11 @@ class FakeStream(EngineStream):
         self._events: list[Started | Delta | Finished] = []
         self._arrived = asyncio.Event()
         self.open = set(range(submission.sampling.n))
-        self.started = False
+        self.running = False
+
+    @property
+    def started(self) -> bool:
+        return self.running or not self.open
 
     async def next(self) -> list[Started | Delta | Finished]:
         if self.open or self._events:
@@ -205,12 +209,12 @@ class FakeEngineClient:
 
     @property
     def num_waiting(self) -> int:
-        return sum(not stream.started for stream in self._streams.values())
+        return sum(not stream.running for stream in self._streams.values())
 
     @property
     def num_running(self) -> int:
         """Requests that have started and not ended."""
-        return sum(stream.started for stream in self._streams.values())
+        return sum(stream.running for stream in self._streams.values())
 
     def on_ready_change(self, callback: Callable[[bool], None]) -> None:
         self._callbacks.append(callback)
@@ -282,7 +286,7 @@ class FakeEngineClient:
 
     async def _run(self, stream: FakeStream, scripts: Sequence[Script]) -> None:
         submission = stream.submission
-        stream.started = True
+        stream.running = True
         stream.put([Started(submission.request_id, len(submission.prompt), scripts[0].cached_tokens)])
         limit = submission.sampling.max_tokens or 10**9
         position = 0

@@ -79,6 +79,11 @@ class EngineStream:
         self._client = client
         self._mailbox = mailbox
 
+    @property
+    def started(self) -> bool:
+        """Whether it waits no longer: the engine has admitted it, or it is over."""
+        return self._mailbox.started
+
     async def next(self) -> list[Event]:
         """All pending events in order, after waiting for the first; ``[]`` when every choice has finished.
 

@@ -44,6 +44,7 @@ from chatserve.server.output_processor import (
 )
 from chatserve.text.answer_memory import AnswerMemory
 from chatserve.text.chat_template import ChatMessage, ChatTemplate, RenderedPrompt
+from chatserve.text.stop_strings import StopAutomaton
 from chatserve.text.tokenizer import Tokenizer
 
 __all__ = [
@@ -71,8 +72,9 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
 
     Attributes:
         prompt_ids: int32 token ids.
-        stop: texts that end the output; they are cut unless ``include_stop_str_in_output``.
+        stop: texts that end the output, shared by all its choices; cut unless ``include_stop_str_in_output``.
         scopes: cache scopes the caller may see, its own last.
+        patience: seconds it may wait for its start; ``None`` for as long as it takes.
         continues_prompt: the output goes on from the prompt's text (a completion), and is no answer of its own
             (a chat) whose ids a later turn may quote.
     """
@@ -80,10 +82,11 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     prompt_ids: bytes
     sampling: SamplingParams
     scopes: tuple[Scope, ...]
-    stop: tuple[str, ...] = ()
+    stop: StopAutomaton | None = None
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     priority: int = 0
+    patience: float | None = None
     continues_prompt: bool = False
 
 
@@ -114,6 +117,10 @@ class Generation:
         self._failure: ChatserveError | None = None
         self._closed = False
         self._consumer: asyncio.Task[object] | None = None
+        self._queue_deadline: asyncio.TimerHandle | None = None
+        if request.patience is not None:
+            loop = asyncio.get_running_loop()
+            self._queue_deadline = loop.call_later(request.patience, self._waited_too_long)
 
     @property
     def usage(self) -> Usage:
@@ -188,16 +195,38 @@ class Generation:
             return out
         if out and type(last := out[-1]) is ChoiceDone:
             for event in out:
-                # After a stop string the text ends before the ids do: they are no exact history.
-                if type(event) is ChoiceDone and not isinstance(event.stop_reason, str):
+                if type(event) is ChoiceDone and self._is_exact(event):
                     self._service.remember(self.request, self.choice_text(event.choice), output.token_ids(event.choice))
             if output.num_open == 0:
                 self._close(last.finish_reason)
         return out
 
+    def _waited_too_long(self) -> None:
+        if self._stream.started:
+            return
+        self._service.metrics.rejections["queue_timeout"] += 1
+        self.fail(
+            QueueFullError(
+                f"The request waited {self.request.patience:g} seconds, as long as its client was going to wait, and "
+                "did not start. Try again later.",
+                code="queue_timeout",
+                retry_after=1.0,
+            )
+        )
+
+    def _is_exact(self, done: ChoiceDone) -> bool:
+        """Whether a choice's ids decode to its text: a stop string ends the text before the ids, and a stop token
+        that is shown is part of the text alone.
+        """
+        if isinstance(done.stop_reason, int):
+            return not self.request.include_stop_str_in_output
+        return done.stop_reason is None
+
     def _close(self, reason: str) -> None:
         self._closed = True
         self.timings.finished = time.monotonic()
+        if self._queue_deadline is not None:
+            self._queue_deadline.cancel()
         self._stream.abort()
         self._service.release(self, reason)
         if self._consumer is not None and self._consumer is not asyncio.current_task():

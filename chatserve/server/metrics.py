@@ -110,6 +110,7 @@ class ServerMetrics:
         self.rejections: Counter[str] = Counter()
         self.finished: Counter[str] = Counter()
         self.http_requests: Counter[tuple[str, str, str]] = Counter()
+        self.client_retries = 0
         self.http_seconds: dict[str, Histogram] = {}
         self.histograms = {name: Histogram(edges) for name, (_, edges) in HISTOGRAMS.items()}
         self._token_gaps = self.histograms["inter_token_latency_seconds"]
@@ -144,9 +145,14 @@ class ServerMetrics:
                 spent = (times.finished - times.first_token) / (usage.completion_tokens - 1)
                 self._observe("request_time_per_output_token_seconds", spent)
 
-    def observe_http(self, handler: str, method: str, status: int, seconds: float) -> None:
-        """One HTTP response ended; ``handler`` is a route's path, never a client's."""
+    def observe_http(self, handler: str, method: str, status: int, seconds: float, *, retry: bool = False) -> None:
+        """One HTTP response ended; ``handler`` is a route's path, never a client's.
+
+        Args:
+            retry: the client said that it had sent the request before.
+        """
         self.http_requests[handler, method, str(status)] += 1
+        self.client_retries += retry
         if handler not in self.http_seconds:
             self.http_seconds[handler] = Histogram(HTTP_EDGES)
         self.http_seconds[handler].observe(seconds)
@@ -206,6 +212,9 @@ class ServerMetrics:
         for key, count in sorted(self.http_requests.items()):
             requests.add_metric(key, count)
         yield requests
+        retries = CounterMetricFamily("chatserve:client_retries", "Requests that clients sent again.", labels=labels)
+        retries.add_metric(values, self.client_retries)
+        yield retries
         seconds = HistogramMetricFamily("http_request_duration_seconds", "To the response's end.", labels=["handler"])
         for handler, histogram in sorted(self.http_seconds.items()):
             seconds.add_metric([handler], histogram.buckets(), histogram.sum)

@@ -21,6 +21,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from chatserve.errors import ChatserveError
 from chatserve.server.auth import Principal
 from chatserve.server.body import ClientGoneError
+from chatserve.server.client_hints import is_retry, read_patience
 from chatserve.server.context import ServerContext
 from chatserve.server.errors import error_response, internal_error
 from chatserve.server.origin import header
@@ -37,6 +38,8 @@ CLIENT_GONE = 499
 INFO_KEY = "chatserve.request"
 _REQUEST_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
 _METHODS = frozenset({"GET", "HEAD", "POST", "OPTIONS"})
+_FIELD_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+_MAX_FIELDS_NAMED = 8
 
 
 @dataclass
@@ -47,12 +50,16 @@ class RequestInfo:
         request_id: the client's where it is short and harmless, else 128 random bits; an echo, never a key.
         principal: the caller, set before a handler runs on any path that needs a key.
         tokens: (prompt, cached, output) counts a handler leaves for the log line.
+        ignored: fields of the body that a handler did not know; the client is told in a ``Warning`` header.
+        patience: seconds until the client gives up waiting for a first answer, where it says so.
     """
 
     request_id: str
     started: float
     principal: Principal
     tokens: tuple[int, int, int] | None = None
+    ignored: tuple[str, ...] = ()
+    patience: float | None = None
 
 
 def request_info(scope: Scope) -> RequestInfo:
@@ -96,6 +103,7 @@ class EdgeMiddleware:
         given = header(scope, b"x-request-id") or ""
         request_id = given if _REQUEST_ID.fullmatch(given) else secrets.token_hex(16)
         info = scope[INFO_KEY] = RequestInfo(request_id, time.perf_counter(), Principal())
+        info.patience = read_patience(scope)
         cors = self._cors_headers(scope)
         status = 0
 
@@ -110,6 +118,7 @@ class EdgeMiddleware:
                     (b"openai-processing-ms", b"%d" % spent),
                     (b"x-content-type-options", b"nosniff"),
                     *cors,
+                    *_warning(info.ignored),
                 ]
             await send(message)
 
@@ -158,7 +167,7 @@ class EdgeMiddleware:
         seconds = time.perf_counter() - info.started
         handler = path if path in self._paths else "ui" if path in self._files else "other"
         method = scope["method"] if scope["method"] in _METHODS else "other"
-        self._context.metrics.observe_http(handler, method, status, seconds)
+        self._context.metrics.observe_http(handler, method, status, seconds, retry=is_retry(scope))
         fields: dict[str, object] = {}
         if info.tokens is not None:
             fields = dict(zip(("prompt_tokens", "cached_tokens", "completion_tokens"), info.tokens, strict=True))
@@ -172,3 +181,13 @@ class EdgeMiddleware:
             ms=round(seconds * 1000, 1),
             **fields,
         )
+
+
+def _warning(ignored: tuple[str, ...]) -> list[tuple[bytes, bytes]]:
+    """The header that tells which fields had no effect; names that are no plain words are only counted."""
+    if not ignored:
+        return []
+    names = [name for name in ignored if _FIELD_NAME.fullmatch(name)][:_MAX_FIELDS_NAMED]
+    others = len(ignored) - len(names)
+    told = ", ".join([*names, *([f"{others} more" if names else f"{others} fields"] if others else [])])
+    return [(b"warning", f'299 chatserve "not known here and ignored: {told}"'.encode())]

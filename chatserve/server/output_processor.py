@@ -18,7 +18,7 @@ from chatserve.engine.protocol import Finished, Started
 from chatserve.errors import ChatserveError, EngineUnavailableError, GenerationFailedError
 from chatserve.scheduler.output import SampleLogprobs
 from chatserve.text.detokenizer import IncrementalDetokenizer
-from chatserve.text.stop_strings import StopMatcher
+from chatserve.text.stop_strings import StopAutomaton, StopMatcher
 from chatserve.text.tokenizer import Tokenizer
 
 LOWEST_LOGPROB = -9999.0
@@ -86,7 +86,7 @@ Event = PromptStarted | TextDelta | ChoiceDone
 class OutputOptions(msgspec.Struct, frozen=True):
     """How text is cut from tokens."""
 
-    stop: tuple[str, ...] = ()
+    stop: StopAutomaton | None = None
     include_stop: bool = False
     skip_special_tokens: bool = True
     continues_text: bool = False
@@ -102,7 +102,7 @@ class _Choice:
         self.detokenizer = IncrementalDetokenizer(
             tokenizer, skip_special_tokens=options.skip_special_tokens, continues_text=options.continues_text
         )
-        self.stops = StopMatcher(options.stop, options.include_stop) if options.stop else None
+        self.stops = None if options.stop is None else StopMatcher(options.stop, options.include_stop)
         self.ids = array("i")
         self.parts: list[str] = []
         self.pending = TextDelta(index, "", [], [])

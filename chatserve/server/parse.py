@@ -8,7 +8,7 @@ depth-checked.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import TypeVar
 
 import msgspec
@@ -20,6 +20,7 @@ from chatserve.server.body import decode
 from chatserve.server.unsupported import refuse_unsupported
 from chatserve.server.wire import ChatCompletionRequest, CompletionRequest, MessageParam, SamplingFields
 from chatserve.text.chat_template import ChatMessage
+from chatserve.text.stop_strings import StopAutomaton
 
 MAX_STOP_CHARS = 4096
 MAX_PROMPTS = 128
@@ -28,26 +29,39 @@ COMPLETION_MAX_TOKENS = 16
 
 COMPLETION_FIELDS = frozenset(ChatCompletionRequest.__struct_fields__ + CompletionRequest.__struct_fields__)
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
+MESSAGE_EXTRAS = tuple(name for name in MessageParam.__struct_fields__ if name not in ("role", "content", "name"))
+"""Fields of a message that are known only to be refused by name."""
+
 _TOKEN_ID = re.compile(r"-?[0-9]{1,19}")
 
 R = TypeVar("R", ChatCompletionRequest, CompletionRequest)
+T = TypeVar("T", bound=msgspec.Struct)
 
 
-def parse_request(body: bytes, kind: type[R], served_model: str) -> R:
-    """Decode a completion request.
+def parse_request(body: bytes, kind: type[R], served_model: str) -> tuple[R, tuple[str, ...]]:
+    """Decode a completion request; beside it the names of the fields that nobody here knows.
 
-    Raises:
-        UnsupportedParameterError: a known field that is not implemented.
-        InvalidRequestError: malformed JSON, a wrong type, or a field that contradicts another.
+    Raises, beside what `parse_fields` raises:
+        InvalidRequestError: a field that contradicts another.
         NotFoundError: another model than the one that is served.
     """
-    fields = decode(body, dict[str, msgspec.Raw])
-    refuse_unsupported(fields, known=kind.__struct_fields__, elsewhere=COMPLETION_FIELDS)
-    request = decode(body, kind)
+    request, unknown = parse_fields(body, kind, elsewhere=COMPLETION_FIELDS)
     check_model(request.model, served_model)
     if request.stream_options is not None and not request.stream:
         raise InvalidRequestError("stream_options needs stream to be true.", param="stream_options")
-    return request
+    return request, unknown
+
+
+def parse_fields(body: bytes, kind: type[T], *, elsewhere: Collection[str] = ()) -> tuple[T, tuple[str, ...]]:
+    """Decode a body; beside it the names of its unknown fields.
+
+    Raises:
+        UnsupportedParameterError: a known field that is not implemented, or not at this endpoint (``elsewhere``).
+        InvalidRequestError: malformed JSON, or a wrong type.
+    """
+    fields = decode(body, dict[str, msgspec.Raw])
+    unknown = refuse_unsupported(fields, known=kind.__struct_fields__, elsewhere=elsewhere)
+    return decode(body, kind), unknown
 
 
 def check_model(model: str | None, served: str) -> None:
@@ -76,8 +90,8 @@ def parse_messages(messages: Sequence[MessageParam], config: ServerConfig) -> li
 
 
 def _message(message: MessageParam, path: str) -> ChatMessage:
-    for field in ("tool_calls", "function_call", "tool_call_id", "audio"):
-        if getattr(message, field) not in (None, []):
+    for field in MESSAGE_EXTRAS:
+        if getattr(message, field) not in (None, [], ""):
             raise UnsupportedParameterError(f"{path}.{field} is not supported here.", param=f"{path}.{field}")
     if message.role in ("tool", "function"):
         raise UnsupportedParameterError(f"{path}.role: tool messages are not supported here.", param=f"{path}.role")
@@ -89,6 +103,12 @@ def _message(message: MessageParam, path: str) -> ChatMessage:
         raise InvalidRequestError(f"{path}.content must be a text or a list of text parts.", param=f"{path}.content")
     if not isinstance(content, str):
         for index, part in enumerate(content):
+            for field in ("cache_control", "prompt_cache_breakpoint"):
+                if getattr(part, field) is not None:
+                    where = f"{path}.content[{index}].{field}"
+                    raise UnsupportedParameterError(
+                        f"{where} is not supported; prefixes are cached anyway.", param=where
+                    )
             if part.type != "text" or part.text is None:
                 raise InvalidRequestError(
                     f"{path}.content[{index}]: only parts of type text, with a text, are understood here.",
@@ -151,8 +171,8 @@ def parse_sampling(request: ChatCompletionRequest | CompletionRequest, vocab_siz
     return params
 
 
-def parse_stop(request: SamplingFields, config: ServerConfig) -> tuple[str, ...]:
-    """Stop strings, none of them empty."""
+def parse_stop(request: SamplingFields, config: ServerConfig) -> StopAutomaton | None:
+    """The stop strings, none of them empty, compiled; ``None`` where there are none."""
     stop = request.stop
     stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
     if len(stops) > config.max_stop_strings:
@@ -162,7 +182,7 @@ def parse_stop(request: SamplingFields, config: ServerConfig) -> tuple[str, ...]
     for text in stops:
         if not 0 < len(text) <= MAX_STOP_CHARS:
             raise InvalidRequestError(f"stop strings must have 1 to {MAX_STOP_CHARS} characters.", param="stop")
-    return stops
+    return StopAutomaton(stops) if stops else None
 
 
 def _max_tokens(request: ChatCompletionRequest | CompletionRequest) -> int | None:

@@ -112,8 +112,8 @@ ELSEWHERE_NO_OPS: dict[str, tuple[object, ...]] = {"best_of": (1,), "add_special
 
 def refuse_unsupported(
     fields: Mapping[str, msgspec.Raw], *, known: Collection[str], elsewhere: Collection[str] = ()
-) -> None:
-    """Look at every top-level field of a request body.
+) -> tuple[str, ...]:
+    """Look at every top-level field of a request body; the names of those that are unknown, and so ignored.
 
     Args:
         fields: the body, one level deep.
@@ -123,14 +123,14 @@ def refuse_unsupported(
     Raises:
         UnsupportedParameterError: naming the first field that asks for something that is not there.
     """
-    unknown = 0
+    unknown: list[str] = []
     for name in sorted(fields.keys() - set(known)):
         if name in NO_OPS:
             no_ops = NO_OPS[name]
         elif name in elsewhere:
             no_ops = ELSEWHERE_NO_OPS.get(name, ())
         else:
-            unknown += 1
+            unknown.append(name)
             continue
         value: Any = decode(fields[name], object)
         if value is None or any(value == allowed and type(value) is type(allowed) for allowed in no_ops):
@@ -139,4 +139,5 @@ def refuse_unsupported(
         raise UnsupportedParameterError(f"{name} is not supported here; {hint}.", param=name)
     if unknown:
         # Their number only: the names are the client's text.
-        structlog.get_logger("chatserve.request").debug("unknown_fields_ignored", count=unknown)
+        structlog.get_logger("chatserve.request").debug("unknown_fields_ignored", count=len(unknown))
+    return tuple(unknown)

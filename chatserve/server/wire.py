@@ -62,12 +62,16 @@ class SamplingFields(msgspec.Struct, kw_only=True):
 
 
 class ContentPart(msgspec.Struct):
+    """One part of a message. The last two fields are known only to be refused by name."""
+
     type: str
     text: str | None = None
+    cache_control: Any = None
+    prompt_cache_breakpoint: Any = None
 
 
 class MessageParam(msgspec.Struct):
-    """One message of a conversation. The last four fields are known only to be refused by name."""
+    """One message of a conversation. What follows ``name`` is known only to be refused by name."""
 
     role: str
     content: str | list[ContentPart] | None = None
@@ -76,6 +80,10 @@ class MessageParam(msgspec.Struct):
     function_call: Any = None
     tool_call_id: Any = None
     audio: Any = None
+    refusal: Any = None
+    reasoning: Any = None
+    reasoning_content: Any = None
+    cache_control: Any = None
 
 
 class ChatCompletionRequest(SamplingFields, kw_only=True):

@@ -15,6 +15,7 @@ from chatserve.server.body import decode
 from chatserve.server.parse import COMPLETION_FIELDS, check_model, parse_sampling, parse_stop
 from chatserve.server.unsupported import refuse_unsupported
 from chatserve.server.wire import ChatCompletionRequest, MessageParam
+from chatserve.text.stop_strings import StopAutomaton
 
 _INSTEAD = {
     "messages": "the conversation is kept by the server; send content",
@@ -32,7 +33,7 @@ class TurnParams(msgspec.Struct, frozen=True):
     """How one turn is to be answered, validated."""
 
     sampling: SamplingParams
-    stop: tuple[str, ...]
+    stop: StopAutomaton | None
     include_stop_str_in_output: bool
     skip_special_tokens: bool
     priority: int

@@ -31,6 +31,27 @@ class _Node(msgspec.Struct, gc=True):
     stop: str | None = None
 
 
+class StopAutomaton:
+    """The stop strings of one request, compiled once for all of its streams.
+
+    Attributes:
+        root: where a stream starts. Nothing changes it or what hangs below it any more.
+    """
+
+    def __init__(self, stops: tuple[str, ...]) -> None:
+        """
+        Raises:
+            InvalidRequestError: an empty stop string, or more than ``MAX_STOP_CHARACTERS`` in all.
+        """
+        if not all(stops):
+            raise InvalidRequestError("A stop string must not be empty.", param="stop")
+        if sum(map(len, stops)) > MAX_STOP_CHARACTERS:
+            raise InvalidRequestError(
+                f"Stop strings may have {MAX_STOP_CHARACTERS} characters in all; send shorter ones.", param="stop"
+            )
+        self.root = _automaton(stops)
+
+
 class StopMatcher:
     """Watches one stream.
 
@@ -41,23 +62,18 @@ class StopMatcher:
         matched: the stop string that ended the text, once it has.
     """
 
-    def __init__(self, stops: tuple[str, ...], include: bool = False) -> None:
+    def __init__(self, stops: tuple[str, ...] | StopAutomaton, include: bool = False) -> None:
         """
         Args:
+            stops: compiled ones may be shared by any number of streams.
             include: the stop string itself is shown, too.
 
         Raises:
-            InvalidRequestError: an empty stop string, or more than ``MAX_STOP_CHARACTERS`` in all.
+            InvalidRequestError: see `StopAutomaton`.
         """
-        if not all(stops):
-            raise InvalidRequestError("A stop string must not be empty.", param="stop")
-        if sum(map(len, stops)) > MAX_STOP_CHARACTERS:
-            raise InvalidRequestError(
-                f"Stop strings may have {MAX_STOP_CHARACTERS} characters in all; send shorter ones.", param="stop"
-            )
         self.matched: str | None = None
         self._include = include
-        self._root = _automaton(stops)
+        self._root = stops.root if isinstance(stops, StopAutomaton) else StopAutomaton(stops).root
         self._node = self._root
         self._held = ""
 

@@ -315,6 +315,20 @@ async def test_answers_are_remembered_token_by_token(live: LiveServer) -> None:
 
 
 @pytest.mark.asyncio
+@pytest.mark.parametrize("shown", [True, False])
+async def test_a_quoted_answer_keeps_the_stop_token_it_was_shown_with(live: LiveServer, shown: bool) -> None:
+    """An answer that a stop token ended is quoted in the next prompt as the client saw it, with or without it."""
+    live.engine.script = Script(ids("Hi"), stop_token=ids("!")[0])
+    fields = {"stop_token_ids": ids("!"), "include_stop_str_in_output": shown}
+    first = (await live.chat(**fields)).json["choices"][0]["message"]["content"]
+    assert first == ("Hi!" if shown else "Hi")
+    await live.chat(messages=[*HI, {"role": "assistant", "content": first}, {"role": "user", "content": "more"}])
+    one, two = live.engine.submissions
+    answer = ids(first)
+    assert two.prompt[len(one.prompt) : len(one.prompt) + len(answer) + 1] == [*answer, IM_END]
+
+
+@pytest.mark.asyncio
 async def test_scope_comes_from_the_server_and_salt_narrows_it(live: LiveServer) -> None:
     """Nothing in the body but ``cache_salt`` changes the cache scope."""
     for fields in (

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from chatserve.engine.client import Delta
 from chatserve.engine.protocol import Finished, Started
 from chatserve.server.output_processor import ChoiceDone, OutputOptions, OutputProcessor, PromptStarted, TextDelta
+from chatserve.text.stop_strings import StopAutomaton
 from chatserve.text.tokenizer import Tokenizer
 from tests.fakes import IM_END
 
@@ -51,7 +52,11 @@ def test_any_split_gives_the_same_result(tokenizer: Tokenizer, data: st.DataObje
                 step.append(Finished(1, choice, "length"))
         steps.append(step)
     output = OutputProcessor(
-        tokenizer, OutputOptions(stop=stop), num_choices=num_choices, prompt_tokens=5, observe_gap=lambda *_: None
+        tokenizer,
+        OutputOptions(stop=StopAutomaton(stop)),
+        num_choices=num_choices,
+        prompt_tokens=5,
+        observe_gap=lambda *_: None,
     )
     texts, ends, ids = [""] * num_choices, list[ChoiceDone](), [list[int]() for _ in streams]
     while steps:

@@ -112,6 +112,11 @@ BAD: list[tuple[dict[str, Any], str | None]] = [
      "messages[0].content[0].type"),
     ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text"),
     ({"messages": [{"role": "user", "content": [["text"]]}]}, "messages[0].content[0]"),
+    ({"messages": [*HI, {"role": "assistant", "content": "x", "reasoning_content": "y"}]},
+     "messages[1].reasoning_content"),
+    ({"messages": [*HI, {"role": "assistant", "content": "x", "refusal": "no"}]}, "messages[1].refusal"),
+    ({"messages": [{"role": "user", "content": [{"type": "text", "text": "x", "cache_control": {}}]}]},
+     "messages[0].content[0].cache_control"),
     ({"model": 7}, "model"),
     ({"n": 0}, "n"), ({"n": 17}, "n"), ({"n": -1}, "n"), ({"n": 10**6}, "n"),
     ({"max_tokens": 0}, "max_tokens"), ({"max_tokens": -1}, "max_tokens"),
@@ -206,6 +211,16 @@ async def test_known_but_missing_features_are_refused_by_name(live: LiveServer) 
             assert (await live.post(path, {**base, field: None})).status == 200, field
         for value in no_ops:
             assert (await live.chat(**{field: value})).status == 200, (field, value)
+
+
+@pytest.mark.asyncio
+async def test_the_other_endpoints_drop_nothing_known_either(live: LiveServer) -> None:
+    """A template of the caller's own, or tools, would change the ids that /tokenize tells: refused by name."""
+    for field in ("chat_template", "chat_template_kwargs", "tools", "continue_final_message"):
+        reply = await refused(live, "/tokenize", {"messages": HI, field: {"x": 1}})
+        assert reply.error["param"] == field
+    assert (await refused(live, "/tokenize", {"messages": HI, "add_special_tokens": True})).error["param"]
+    assert (await live.post("/tokenize", {"messages": HI, "tools": None, "add_special_tokens": False})).status == 200
 
 
 def test_table_and_wire_types_do_not_overlap() -> None:
@@ -357,4 +372,4 @@ def test_any_json_in_any_field_is_understood_or_refused(fields: dict[str, Any]) 
     """Decoding any value in any known field ends in a request or in a typed error, nothing else."""
     content = msgspec.json.encode({"messages": HI, **fields})
     with contextlib.suppress(ChatserveError):
-        assert parse_request(content, ChatCompletionRequest, "tiny").messages
+        assert parse_request(content, ChatCompletionRequest, "tiny")[0].messages

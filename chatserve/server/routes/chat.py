@@ -33,12 +33,15 @@ class ChatCompletions:
 
     async def __call__(self, request: Request) -> Response:
         context, config = self._context, self._context.config.server
-        body = parse_request(await read_json_body(request, config), ChatCompletionRequest, context.model_name)
-        info = context.service.engine_info()
-        sampling = parse_sampling(body, info.vocab_size)
+        info = request_info(request.scope)
+        body, info.ignored = parse_request(
+            await read_json_body(request, config), ChatCompletionRequest, context.model_name
+        )
+        engine = context.service.engine_info()
+        sampling = parse_sampling(body, engine.vocab_size)
         stop = parse_stop(body, config)
         messages = parse_messages(body.messages, config)
-        scopes = context.scopes_for(request_info(request.scope).principal, body.cache_salt or "")
+        scopes = context.scopes_for(info.principal, body.cache_salt or "")
         prompt = await context.service.render_chat_off_loop(messages, scopes[-1])
         generation_request = GenerationRequest(
             prompt_ids=prompt.token_ids,
@@ -48,9 +51,10 @@ class ChatCompletions:
             include_stop_str_in_output=bool(body.include_stop_str_in_output),
             skip_special_tokens=body.skip_special_tokens is not False,
             priority=body.priority or 0,
+            patience=info.patience,
         )
         answer_id, created = response_id("chatcmpl"), int(time.time())
-        system_fingerprint = fingerprint(info.weights_revision)
+        system_fingerprint = fingerprint(engine.weights_revision)
         if body.stream:
             options = body.stream_options or StreamOptions()
             head = ChunkHead(

@@ -30,27 +30,29 @@ class Completions:
 
     async def __call__(self, request: Request) -> Response:
         context, config = self._context, self._context.config.server
-        body = parse_request(await read_json_body(request, config), CompletionRequest, context.model_name)
-        info = context.service.engine_info()
-        sampling = parse_sampling(body, info.vocab_size)
+        info = request_info(request.scope)
+        body, info.ignored = parse_request(await read_json_body(request, config), CompletionRequest, context.model_name)
+        engine = context.service.engine_info()
+        sampling = parse_sampling(body, engine.vocab_size)
         template = GenerationRequest(
             prompt_ids=b"",
             sampling=sampling,
-            scopes=context.scopes_for(request_info(request.scope).principal, body.cache_salt or ""),
+            scopes=context.scopes_for(info.principal, body.cache_salt or ""),
             stop=parse_stop(body, config),
             include_stop_str_in_output=bool(body.include_stop_str_in_output),
             skip_special_tokens=body.skip_special_tokens is not False,
             priority=body.priority or 0,
+            patience=info.patience,
             continues_prompt=True,
         )
         requests = [
             msgspec.structs.replace(
                 template, prompt_ids=await self._encode(prompt, body.add_special_tokens is not False)
             )
-            for prompt in parse_prompts(body.prompt, info.vocab_size)
+            for prompt in parse_prompts(body.prompt, engine.vocab_size)
         ]
         answer_id, created = response_id("cmpl"), int(time.time())
-        system_fingerprint = fingerprint(info.weights_revision)
+        system_fingerprint = fingerprint(engine.weights_revision)
         if body.stream:
             options = body.stream_options or StreamOptions()
             head = ChunkHead(

@@ -7,11 +7,11 @@ from array import array
 from starlette.requests import Request
 from starlette.responses import Response
 
-from chatserve.errors import InvalidRequestError
-from chatserve.server.body import decode, read_json_body
+from chatserve.errors import InvalidRequestError, UnsupportedParameterError
+from chatserve.server.body import read_json_body
 from chatserve.server.context import ServerContext
 from chatserve.server.middleware import request_info
-from chatserve.server.parse import check_model, parse_messages
+from chatserve.server.parse import check_model, parse_fields, parse_messages
 from chatserve.server.routes.reply import json_response
 from chatserve.server.wire import (
     DetokenizeRequest,
@@ -39,15 +39,21 @@ class Models:
     async def tokenize(self, request: Request) -> Response:
         """vLLM's: the ids of a text, or of a conversation as the model would see it."""
         context, config = self._context, self._context.config.server
-        body = decode(await read_json_body(request, config), TokenizeRequest)
+        info = request_info(request.scope)
+        body, info.ignored = parse_fields(await read_json_body(request, config), TokenizeRequest)
         check_model(body.model, context.model_name)
         length = context.service.context_length()
         if (body.prompt is None) == (body.messages is None):
             raise InvalidRequestError("Give either prompt or messages.", param="prompt")
+        if body.messages is not None and body.add_special_tokens:
+            raise UnsupportedParameterError(
+                "add_special_tokens does not go with messages: the chat template says what surrounds them.",
+                param="add_special_tokens",
+            )
         if body.prompt is not None:
             ids = await context.service.encode(body.prompt, add_special_tokens=body.add_special_tokens is not False)
         else:
-            scope = context.scopes_for(request_info(request.scope).principal)[-1]
+            scope = context.scopes_for(info.principal)[-1]
             messages = parse_messages(body.messages or [], config)
             add_generation_prompt = body.add_generation_prompt is not False
             ids = (
@@ -62,7 +68,8 @@ class Models:
     async def detokenize(self, request: Request) -> Response:
         """vLLM's: the text of ids, control tokens included."""
         context = self._context
-        body = decode(await read_json_body(request, context.config.server), DetokenizeRequest)
+        info = request_info(request.scope)
+        body, info.ignored = parse_fields(await read_json_body(request, context.config.server), DetokenizeRequest)
         check_model(body.model, context.model_name)
         tokenizer = context.service.tokenizer
         wrong = next((token for token in body.tokens if not 0 <= token < tokenizer.vocab_size), None)
