@@ -43,11 +43,17 @@ class CacheConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         block_size: tokens per block, a power of two.
         num_blocks: exact pool size; wins over ``kv_cache_memory_bytes``.
         kv_cache_memory_bytes: pool size in bytes; ``None`` takes a share of the memory that is free.
+        swap_space_gib: size of the host tier, to which blocks are demoted when the pool is full. On a CPU both
+            tiers are the same memory, so it serves tests and measurements of what a GPU would do.
+        preemption_mode: ``auto`` swaps where there is a host tier and recomputes what is not on it; ``recompute``
+            has no host tier; ``swap`` insists on one.
     """
 
     block_size: Positive = 16
     num_blocks: Positive | None = None
     kv_cache_memory_bytes: Positive | None = None
+    swap_space_gib: Annotated[float, Meta(ge=0.0)] = 0.0
+    preemption_mode: Literal["auto", "swap", "recompute"] = "auto"
 
 
 class SchedulerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

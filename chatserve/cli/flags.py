@@ -116,6 +116,8 @@ SETTINGS = (
     Setting("engine.cache.block_size", "--block-size", "Tokens per KV block, a power of two."),
     Setting("engine.cache.num_blocks", "--num-gpu-blocks-override", "Exact number of KV blocks."),
     Setting("engine.cache.kv_cache_memory_bytes", "--kv-cache-memory-bytes", "Size of the KV cache.", kind="size"),
+    Setting("engine.cache.swap_space_gib", "--swap-space", "GiB of host memory that blocks are demoted to; 0 is none."),
+    Setting("engine.cache.preemption_mode", "--preemption-mode", "auto, swap or recompute."),
     Setting("engine.scheduler.max_num_seqs", "--max-num-seqs", "Sequences that run at once."),
     Setting(
         "engine.scheduler.max_num_batched_tokens", "--max-num-batched-tokens", "Tokens run in one step.", kind="size"
@@ -142,8 +144,7 @@ UNSUPPORTED = (
     Unsupported("--data-parallel-size", "One engine per server.", ("1",), aliases=("-dp",)),
     Unsupported("--quantization", "Weights are served in --dtype; quantised GGUF files are expanded once.", ("none",)),
     Unsupported("--kv-cache-dtype", "The KV cache has the dtype of the model (--dtype).", ("auto",)),
-    Unsupported("--swap-space", "There is no host tier yet; preempted sequences are recomputed.", ("0",)),
-    Unsupported("--kv-offloading-size", "There is no host tier yet.", ("0",)),
+    Unsupported("--kv-offloading-size", "Use --swap-space.", ("0",)),
     Unsupported("--gpu-memory-utilization", "Use --kv-cache-memory-bytes or --num-gpu-blocks-override."),
     Unsupported("--enable-prefix-caching", "The prefix cache is always on.", ("true",), switch=True),
     Unsupported("--enable-chunked-prefill", "Prefill is always chunked.", ("true",), switch=True),
@@ -151,7 +152,6 @@ UNSUPPORTED = (
     Unsupported("--prefix-caching-hash-algo", "Tokens are compared, whatever the hash."),
     Unsupported("--max-num-partial-prefills", "Use --long-prefill-token-threshold."),
     Unsupported("--scheduling-policy", "Priority with ageing is the only policy.", ("priority",)),
-    Unsupported("--preemption-mode", "Preempted sequences are recomputed.", ("recompute",)),
     Unsupported("--max-num-queued-tokens", "Use --max-num-queued-reqs."),
     Unsupported("--stream-interval", "Every token is sent at once.", ("1",)),
     Unsupported("--enforce-eager", "There is no graph capture to switch off.", ("true", "false"), switch=True),

@@ -58,6 +58,7 @@ class EngineCore:
             max_model_len=info.max_model_len,
             vocab_size=info.vocab_size,
             eos_token_ids=info.eos_token_ids,
+            prefill_tokens_per_second=info.prefill_tokens_per_second,
         )
         self._executor = executor
         self._scope_ids: dict[Scope, int] = {}

@@ -79,6 +79,8 @@ class EngineInfo(msgspec.Struct, frozen=True):
         max_model_len: tokens of prompt and output a sequence may have by the model and by configuration.
         max_tokens_in_pool: tokens of prompt and output an empty KV pool can hold for one sequence.
         weights_revision: identity of the loaded weights (part of every cache scope).
+        num_host_blocks: size of the host tier.
+        prefill_tokens_per_second: measured at start; an input to the scheduler, so that a run can be replayed.
         eos_token_ids: the model's own end tokens, from its generation config.
     """
 
@@ -98,6 +100,7 @@ class EngineInfo(msgspec.Struct, frozen=True):
     pid: int
     eos_token_ids: tuple[int, ...] = ()
     num_host_blocks: int = 0
+    prefill_tokens_per_second: float = 0.0
 
 
 class EngineReady(msgspec.Struct, frozen=True, array_like=True, tag="ready"):

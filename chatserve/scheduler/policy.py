@@ -9,6 +9,16 @@ from chatserve.scheduler.batch import Batch
 from chatserve.scheduler.fairness import QUANTUM_TOKENS, Tenants
 from chatserve.scheduler.request import Sequence
 
+STALL_SECONDS = 0.15
+"""How long a prefill chunk may keep running streams waiting for their next token."""
+
+
+def prefill_chunk(tokens_per_second: float) -> int:
+    """Prompt tokens per step beside decodes that stay within `STALL_SECONDS`; 512 where the speed is unknown."""
+    if not tokens_per_second:
+        return 512
+    return max(64, min(2048, int(tokens_per_second * STALL_SECONDS)))
+
 
 class Claims:
     """Which blocks are being computed in this very step, and for whom.

@@ -19,15 +19,13 @@ from chatserve.scheduler.batch import NEVER, Batch, Int32s
 from chatserve.scheduler.fairness import Tenants
 from chatserve.scheduler.output import ModelRunnerOutput, SchedulerOutput, StepNews
 from chatserve.scheduler.plan import Plan, RowChanges
-from chatserve.scheduler.policy import Claims, pick_slot_victim, pick_unfair_victim
+from chatserve.scheduler.policy import Claims, pick_slot_victim, pick_unfair_victim, prefill_chunk
 from chatserve.scheduler.request import Request, Sequence, Status
 from chatserve.scheduler.request_book import Ending, RequestBook
 from chatserve.scheduler.waiting_room import WaitingRoom
 
 QUANTUM_STEPS = 32
 """Steps for which a sequence is safe from losing its slot after an admission."""
-
-DEFAULT_PREFILL_CHUNK = 512
 
 
 class SchedulerCounters:
@@ -55,7 +53,12 @@ class Scheduler:
         max_model_len: int,
         vocab_size: int,
         eos_token_ids: Iterable[int],
+        prefill_tokens_per_second: float = 0.0,
     ) -> None:
+        """Args:
+        prefill_tokens_per_second: measured by the worker; bounds the prefill beside decodes where the
+            configuration leaves it open.
+        """
         self.manager = manager
         self.step = 0
         self.counters = SchedulerCounters()
@@ -64,7 +67,7 @@ class Scheduler:
         self._vocab_size = vocab_size
         self._is_eos = np.zeros(vocab_size, np.bool_)
         self._is_eos[list(eos_token_ids)] = True
-        self._prefill_chunk = config.long_prefill_token_threshold or DEFAULT_PREFILL_CHUNK
+        self._prefill_chunk = config.long_prefill_token_threshold or prefill_chunk(prefill_tokens_per_second)
         self.tenants = Tenants()
         self.requests = RequestBook(self.tenants)
         self.waiting = WaitingRoom(config.ageing_steps, config.max_overtakes, self.tenants)

@@ -75,11 +75,13 @@ def load(config: EngineConfig) -> tuple[InProcessExecutor, EngineInfo]:
     block_size = config.cache.block_size
     blocks_per_sequence = -(-max_model_len // block_size)
     num_blocks = _num_blocks(config, kv_bytes_per_token, blocks_per_sequence)
+    num_host_blocks = _num_host_blocks(config, block_size * kv_bytes_per_token)
     end_tokens = eos_token_ids(folder)
     runner = ModelRunner(
         model,
         backend,
         num_blocks=num_blocks,
+        num_host_blocks=num_host_blocks,
         block_size=block_size,
         max_num_seqs=config.scheduler.max_num_seqs,
         max_blocks=blocks_per_sequence,
@@ -92,7 +94,8 @@ def load(config: EngineConfig) -> tuple[InProcessExecutor, EngineInfo]:
         weights_revision=config.model.revision or _fingerprint(folder),
         vocab_size=architecture.vocab_size,
         max_model_len=max_model_len,
-        max_tokens_in_pool=num_blocks * block_size,
+        # The last token of a sequence is never written to the cache.
+        max_tokens_in_pool=num_blocks * block_size + 1,
         block_size=block_size,
         num_blocks=num_blocks,
         kv_bytes_per_token=kv_bytes_per_token,
@@ -103,6 +106,8 @@ def load(config: EngineConfig) -> tuple[InProcessExecutor, EngineInfo]:
         threads=threads,
         pid=os.getpid(),
         eos_token_ids=end_tokens,
+        num_host_blocks=num_host_blocks,
+        prefill_tokens_per_second=speed,
     )
     return InProcessExecutor(runner, speed), info
 
@@ -161,6 +166,16 @@ def _num_blocks(config: EngineConfig, kv_bytes_per_token: int, blocks_per_sequen
             param="kv_cache_memory_bytes",
         )
     return budget // block_bytes
+
+
+def _num_host_blocks(config: EngineConfig, block_bytes: int) -> int:
+    """Blocks of the host tier; none unless asked for, because on a CPU both tiers are the same memory."""
+    count = int(config.cache.swap_space_gib * 2**30) // block_bytes
+    if config.cache.preemption_mode == "recompute":
+        return 0
+    if config.cache.preemption_mode == "swap" and not count:
+        raise ConfigError("preemption_mode 'swap' needs --swap-space GIB for the blocks to go to.", param="swap_space")
+    return count
 
 
 def _warm_up(runner: ModelRunner, num_tokens: int, block_size: int) -> float:

@@ -28,6 +28,7 @@ class ModelRunner:
     """One rank's model, KV memory and view of the batch.
 
     Args:
+        num_host_blocks: size of the host tier.
         max_blocks: blocks of the longest sequence.
         eos_token_ids: the model's own end tokens, for ``min_tokens``.
     """
@@ -38,6 +39,7 @@ class ModelRunner:
         backend: Backend,
         *,
         num_blocks: int,
+        num_host_blocks: int = 0,
         block_size: int,
         max_num_seqs: int,
         max_blocks: int,
@@ -49,11 +51,14 @@ class ModelRunner:
         self._block_size = block_size
         self._eos_token_ids = eos_token_ids
         architecture = model.architecture
-        self.kv_cache = _lazily_zeroed(
-            kv_cache_shape(
-                num_blocks, architecture.num_layers, architecture.num_kv_heads, block_size, architecture.head_dim
-            ),
-            dtype,
+        self.kv_cache, self.host_kv_cache = (
+            _lazily_zeroed(
+                kv_cache_shape(
+                    count, architecture.num_layers, architecture.num_kv_heads, block_size, architecture.head_dim
+                ),
+                dtype,
+            )
+            for count in (num_blocks, num_host_blocks)
         )
         self._block_tables: _Int64 = np.zeros((max_num_seqs, max_blocks), dtype=np.int64)
         self._sampling: list[SamplingRow | None] = [None] * max_num_seqs
@@ -66,6 +71,8 @@ class ModelRunner:
         for sequence in plan.new_sequences:
             self._place(sequence)
         self._block_tables[_int32(plan.table_rows), _int32(plan.table_indices)] = _int32(plan.table_blocks)
+        _move_blocks(self.kv_cache, self.host_kv_cache, plan.demotions)
+        _move_blocks(self.host_kv_cache, self.kv_cache, plan.promotions)
         if plan.copies:
             self._backend.copy_blocks(self.kv_cache, torch.from_numpy(_int64(plan.copies)).view(-1, 2))
         if not plan.rows:
@@ -144,8 +151,17 @@ class ModelRunner:
 def _lazily_zeroed(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """Zeros whose pages the system hands out only when they are first written (`torch.zeros` writes them all)."""
     size = math.prod(shape) * dtype.itemsize
+    if not size:
+        return torch.empty(shape, dtype=dtype)
     pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     return torch.frombuffer(pages, dtype=dtype).view(shape)
+
+
+def _move_blocks(source: Tensor, destination: Tensor, pairs: bytes) -> None:
+    """Copy whole blocks from one tier's tensor to the other's; ``pairs`` is int32 [k, 2]."""
+    if pairs:
+        moves = torch.from_numpy(_int64(pairs)).view(-1, 2)
+        destination.index_copy_(0, moves[:, 1], source.index_select(0, moves[:, 0]))
 
 
 def _int32(data: bytes) -> npt.NDArray[np.int32]:

@@ -59,6 +59,7 @@ def test_every_flag_reaches_its_value() -> None:
         "engine.model.dtype": ("half", "float16"),
         "engine.cache.block_size": ("32", 32),
         "engine.model.max_model_len": ("4K", 4096),
+        "engine.cache.preemption_mode": ("recompute", "recompute"),
         "engine.cache.kv_cache_memory_bytes": ("1.5g", 1_500_000_000),
     }
     default = by_path(Config())
@@ -204,7 +205,7 @@ def test_help_lists_every_subcommand() -> None:
     [
         (["serve", "--host", "0.0.0.0"], "--api-key"),
         (["serve", "--host", ""], "--api-key"),
-        (["serve", "--swap-space", "4"], "--swap-space is not supported"),
+        (["serve", "--kv-offloading-size", "4"], "--kv-offloading-size is not supported"),
         (["serve", "-tp", "2"], "--tensor-parallel-size is not supported"),
         (["serve", "--no-enable-prefix-caching"], "--enable-prefix-caching is not supported"),
         (["serve", "/no/such/model.gguf"], "/no/such/model.gguf"),

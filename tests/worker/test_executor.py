@@ -36,7 +36,7 @@ def test_the_report_is_true(folder: Path) -> None:
     """Sizes, limits and end tokens in `EngineInfo` are those of the model, the configuration and the pool."""
     executor, info = load(config(folder, num_blocks=10, block_size=8))
     assert (info.model, info.vocab_size, info.max_model_len) == ("tiny", SIZES["vocab_size"], 256)
-    assert (info.num_blocks, info.block_size, info.max_tokens_in_pool) == (10, 8, 80)
+    assert (info.num_blocks, info.block_size, info.max_tokens_in_pool) == (10, 8, 81)
     assert info.kv_bytes_per_token == 2 * 3 * 2 * 16 * 4
     assert (info.dtype, info.device, info.threads, info.eos_token_ids) == ("float32", "cpu", 1, (2,))
     assert info.weights_revision
