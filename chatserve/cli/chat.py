@@ -16,6 +16,7 @@ from pathlib import Path
 import click
 
 from chatserve.cli.chat_client import AnswerStats, ChatClient, RemoteError
+from chatserve.cli.interrupts import Interrupts
 from chatserve.errors import ConfigError
 
 HISTORY_LINES = 1000
@@ -107,6 +108,7 @@ class ChatProgram:
         self._conversation = conversation
         self._sampling = sampling
         self._screen = screen
+        self._interrupts = Interrupts()
         self._commands: dict[str, Callable[[str], None]] = {
             "/new": self._new,
             "/retry": self._retry,
@@ -116,10 +118,15 @@ class ChatProgram:
 
     def run(self) -> None:
         """Until Ctrl-D or ``/quit``."""
+        with self._interrupts.installed():
+            self._converse()
+
+    def _converse(self) -> None:
         self._screen.note(f"{self._model} at {self._client.url}. /help lists commands, Ctrl-D leaves.")
         while True:
             try:
-                line = input("> ").strip()
+                with self._interrupts.allowed():
+                    line = input("> ").strip()
             except EOFError:
                 click.echo()
                 return
@@ -146,7 +153,7 @@ class ChatProgram:
         stopped = False
         stream = self._client.stream(self._model, self._conversation.messages(), self._sampling, stats)
         try:
-            with contextlib.closing(stream) as pieces:
+            with contextlib.closing(stream) as pieces, self._interrupts.allowed():
                 for piece in pieces:
                     parts.append(piece)
                     self._screen.answer(piece)

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from chatserve.cli.chat import ChatProgram, Conversation, Screen
 from chatserve.cli.chat_client import ChatClient
 from chatserve.config import ServerConfig
 from chatserve.errors import ConfigError
@@ -87,12 +88,17 @@ class Terminal:
                 self._new.clear()
                 await self._new.wait()
 
-    async def end(self) -> int:
-        """Press Ctrl-D at the prompt and wait; the exit status."""
+    async def prompt(self) -> None:
+        """Wait until the program waits for a line."""
         async with asyncio.timeout(20):
             while not self.shown.endswith("> "):
                 self._new.clear()
                 await self._new.wait()
+
+    async def end(self) -> int:
+        """Press Ctrl-D at the prompt and wait; the exit status."""
+        await self.prompt()
+        async with asyncio.timeout(20):
             self.press("\x04")
             return await self.process.wait()
 
@@ -234,12 +240,37 @@ async def test_ctrl_c_stops_the_answer_only(folder: Path, tmp_path: Path) -> Non
             await engine.submissions[0].aborted_event.wait()
         await screen.until("stopped")
         engine.script = say("fine")
+        await screen.prompt()
         screen.press("\x03")
         await screen.until("Ctrl-D leaves", 2)
         screen.press("more\r")
         await screen.until("fine")
         assert await screen.end() == 0
     assert "assistant\nword word" in engine.submissions[1].text
+
+
+class NervousScreen(Screen):
+    """A screen on which Ctrl-C is pressed each time the program writes something of its own."""
+
+    def note(self, text: str) -> None:
+        signal.raise_signal(signal.SIGINT)
+        super().note(text)
+
+    def end_answer(self, note: str) -> None:
+        signal.raise_signal(signal.SIGINT)
+        super().end_answer(note)
+
+
+async def test_impatient_ctrl_c(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """A second Ctrl-C, while the program closes the first one's answer or goes back to the prompt, ends nothing."""
+    lines = ["go", "/system Be kind.", "/new", "/quit"]
+    monkeypatch.setattr("builtins.input", lambda _: lines.pop(0))
+    client = ChatClient("http://127.0.0.1:1")  # refused at once: the program says so and goes on
+    handler = signal.getsignal(signal.SIGINT)
+    ChatProgram(client, "m", Conversation(None), {}, NervousScreen()).run()
+    assert lines == []
+    assert signal.getsignal(signal.SIGINT) is handler
+    assert "No server answers" in capsys.readouterr().err
 
 
 async def test_the_terminal_obeys_the_user_not_the_model(folder: Path, tmp_path: Path) -> None:
