@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -160,6 +162,20 @@ def test_the_core_has_no_clock_no_io_and_no_asyncio() -> None:
         if any(within(dotted(path), room) for room in PURE)
         for imported in imports_of(path)
         if imported.partition(".")[0] in FORBIDDEN_IN_PURE
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_every_import_is_declared() -> None:
+    """What the code imports is asked for in pyproject.toml by name, not found by luck behind somebody else's need."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    declared = {re.split(r"[^a-z0-9-]", line, maxsplit=1)[0].replace("-", "_") for line in project["dependencies"]}
+    known = declared | set(sys.stdlib_module_names) | {"chatserve", "chatserve_kernels"}
+    wrong = [
+        f"{path.relative_to(ROOT)} imports {imported}"
+        for path in (*modules("chatserve"), *modules("kernels"))
+        for imported in imports_of(path)
+        if imported.partition(".")[0] not in known
     ]
     assert not wrong, "\n".join(wrong)
 
