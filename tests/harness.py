@@ -140,7 +140,7 @@ class Harness:
             assert stream.reasons[end.choice] is None, "two terminal events"
             stream.reasons[end.choice] = end.reason
             stream.errors[end.choice] = end.error_code
-        check_scheduler(self.core.scheduler)
+        check_scheduler(self.core.scheduler, self.core.publications.tables)
         return frame
 
     def run(self, *streams: Stream, limit: int = 5000) -> int:

@@ -129,6 +129,12 @@ class OracleExecutor:
                 raise OracleError(f"row {new.row} is given out twice")
             self.rows[new.row] = _Row(new)
         self._change_tables(plan)
+        for content, owner, cleared in (
+            (self.content, self.owner, plan.clears),
+            (self.host_content, self.host_owner, plan.host_clears),
+        ):
+            content[np.frombuffer(cleared, np.int32)] = 0
+            owner[np.frombuffer(cleared, np.int32)] = -1
         self._copy(plan)
         rows = np.frombuffer(plan.rows, np.int32)
         computed = np.frombuffer(plan.num_computed, np.int32)

@@ -19,7 +19,7 @@ import numpy as np
 from chatserve.cache.kv_cache_manager import xxh3_hash
 from chatserve.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from chatserve.engine.core import EngineCore
-from chatserve.engine.protocol import AddRequest, StepFrame
+from chatserve.engine.protocol import AddRequest, Explain, ExplainReply, Publish, Purge, StepFrame
 from chatserve.sampling_params import SamplingParams
 from chatserve.scheduler.invariants import check_scheduler
 from chatserve.scope import Scope
@@ -39,8 +39,9 @@ VISIBLE = (
 class Live:
     """What one request has been given so far, per choice."""
 
-    def __init__(self, prompt: list[int], sampling: SamplingParams) -> None:
+    def __init__(self, prompt: list[int], sampling: SamplingParams, max_total: int) -> None:
         self.prompt = prompt
+        self.max_total = max_total
         self.sampling = sampling
         self.tokens: list[list[int]] = [[] for _ in range(sampling.n)]
         self.logprobs: list[list[float]] = [[] for _ in range(sampling.n)]
@@ -76,11 +77,14 @@ class Storm:
         info = oracle_info(config, num_host_blocks=num_host_blocks)
         self.executor = OracleExecutor(info.num_blocks, info.block_size, num_host_blocks=num_host_blocks)
         self.core = EngineCore(config, self.executor, info, hash_block=hash_block or xxh3_hash(seed))
-        self.max_total = self.core.scheduler.max_total_tokens()
+        # Pins take a quarter of the pool at most; what the storm asks for fits beside them.
+        self.max_total = min(160, num_blocks * 3 // 4 * block_size + 1)
         self.live: dict[int, Live] = {}
         self.next_id = 0
         self.histories: list[list[int]] = [[self._token() for _ in range(self.random.randint(1, 40))]]
-        self.counts = dict.fromkeys(("requests", "steps", "forks", "purges", "refusals", "finished", "tokens"), 0)
+        self.published: list[tuple[list[int], tuple[Scope, ...]]] = []
+        kinds = "requests steps forks purges publications withdrawals refusals finished tokens"
+        self.counts = dict.fromkeys(kinds.split(), 0)
 
     def _token(self) -> int:
         # Few values, so that prompts meet inside blocks too; the end token is among them.
@@ -100,6 +104,13 @@ class Storm:
         elif draw < 0.301:
             self.core.manager.purge(self.random.randint(0, 3))
             self.counts["purges"] += 1
+        elif draw < 0.302:
+            self.core.purge(Purge(0, self.random.choice("abc")))
+            self.counts["purges"] += 1
+        elif draw < 0.305:
+            self.publish()
+        elif draw < 0.310:
+            self.explain()
         else:
             self.step()
 
@@ -111,7 +122,7 @@ class Storm:
         room = self.max_total - len(prompt)
         max_tokens = rng.choice((None, 1, rng.randint(1, min(room, 40)), rng.randint(1, room)))
         if rng.random() < 0.02:
-            max_tokens = room + 1
+            max_tokens = 160 - len(prompt) + 1
         sampling = SamplingParams(
             n=rng.choice((1, 1, 1, 2, 4)),
             max_tokens=max_tokens,
@@ -124,7 +135,8 @@ class Storm:
         )
         scopes = rng.choice(VISIBLE)
         self.next_id += 1
-        self.live[self.next_id] = Live(prompt, sampling)
+        # Pins change what can ever fit; what counts is what could when the request came.
+        self.live[self.next_id] = Live(prompt, sampling, self.core.scheduler.max_total_tokens())
         self.counts["requests"] += 1
         self.core.add(
             AddRequest(
@@ -137,6 +149,28 @@ class Storm:
                 tenant=rng.choice("abc"),
             )
         )
+
+    def publish(self) -> None:
+        """Publish the beginning of a conversation, or withdraw something."""
+        withdraw = bool(self.published) and self.random.random() < 0.5
+        if withdraw:
+            prompt, scopes = self.published.pop(self.random.randrange(len(self.published)))
+            self.counts["withdrawals"] += 1
+        else:
+            prompt, scopes = self.random.choice(self.histories)[:12], self.random.choice(((PUBLIC,), (PUBLIC, GROUP)))
+            self.published.append((prompt, scopes))
+            self.counts["publications"] += 1
+        self.core.publish(Publish(1, np.array(prompt, np.int32).tobytes(), scopes, withdraw))
+
+    def explain(self) -> None:
+        """What is explained is what a request would be told."""
+        prompt, scopes = self.random.choice(self.histories), self.random.choice(VISIBLE)
+        used = [node.last_used for node in self.core.manager.tree.nodes()]
+        self.core.explain(Explain(2, np.array(prompt, np.int32).tobytes(), scopes))
+        reply = self.core.replies.pop()
+        assert isinstance(reply, ExplainReply)
+        assert reply.device_tokens + reply.host_tokens < len(prompt)
+        assert used == [node.last_used for node in self.core.manager.tree.nodes()], "explaining left a trace"
 
     def abort(self) -> None:
         # Also ids that were never given out or have just ended.
@@ -180,12 +214,12 @@ class Storm:
         got = live.tokens[choice]
         sampling = live.sampling.for_choice(choice)
         if reason == "error":
-            too_long = (live.sampling.max_tokens or 1) + len(live.prompt) > self.max_total
+            too_long = (live.sampling.max_tokens or 1) + len(live.prompt) > live.max_total
             assert too_long, "an error that nobody expects"
             assert not got, "tokens before a refusal"
             self.counts["refusals"] += 1
             return
-        room = self.max_total - len(live.prompt)
+        room = live.max_total - len(live.prompt)
         limit = min(room, live.sampling.max_tokens or room)
         want = expected_output(live.prompt, sampling, len(got) if reason == "abort" else limit)
         assert got == want[: len(got)], f"wrong tokens: {got} instead of {want}"
@@ -226,8 +260,11 @@ class Storm:
             self.step()
         assert not self.core.has_work, "the engine is wedged"
         assert not self.live, "a request was forgotten"
+        for prompt, scopes in self.published:
+            self.core.publish(Publish(3, np.array(prompt, np.int32).tobytes(), scopes, withdraw=True))
+        assert self.core.manager.num_pinned == 0, "a pin was forgotten"
         assert self.core.manager.pool.num_held == 0, "blocks leaked"
-        check_scheduler(self.core.scheduler)
+        check_scheduler(self.core.scheduler, self.core.publications.tables)
 
     def report(self) -> dict[str, int]:
         """What the storm contained."""
@@ -254,7 +291,7 @@ def run_storm(operations: int, seed: int, *, full_check_every: int = 1000, progr
             storm.operate()
             storm.check_counts()
             if index % full_check_every == 0:
-                check_scheduler(storm.core.scheduler)
+                check_scheduler(storm.core.scheduler, storm.core.publications.tables)
         except Exception as error:
             raise AssertionError(f"seed {seed}, operation {index}: {error}") from error
         if progress and index % 50_000 == 0:

@@ -9,10 +9,14 @@ everything below it. Nothing here ever waits.
 from __future__ import annotations
 
 import heapq
+from collections import OrderedDict
 from collections.abc import Callable
 
 from chatserve.cache.node import Node
 from chatserve.cache.radix_tree import RadixTree
+
+MAX_REMEMBERED_DROPS = 4096
+"""Dropped runs whose first block is remembered, to tell "evicted" from "never seen"."""
 
 
 class Shares:
@@ -120,6 +124,7 @@ class Evictor:
 
     def __init__(self, tree: RadixTree) -> None:
         self._tree = tree
+        self._dropped: OrderedDict[tuple[int, int], int] = OrderedDict()
         self.demotions: list[tuple[int, int]] = []
         self.num_evictions = 0
         self.num_demotions = 0
@@ -144,7 +149,7 @@ class Evictor:
         room = self._host_room(len(node.blocks) - keep, node.last_used)
         if keep + room < len(node.blocks):
             # What cannot follow to the host goes, and with it all that depends on it.
-            tree.cut(node, keep + room)
+            self._drop(node, keep + room)
         if room:
             pool = tree.host_pool
             destinations = pool.allocate(room)
@@ -165,5 +170,22 @@ class Evictor:
             while drop < min(wanted, len(node.host_blocks)) and pool.refs[node.host_blocks[-1 - drop]] == 1:
                 drop += 1
             self.num_host_drops += drop
-            tree.cut(node, node.length - drop)
+            self._drop(node, node.length - drop)
         return min(count, pool.num_free)
+
+    def _drop(self, node: Node, keep: int) -> None:
+        """Forget the run from block ``keep`` on, and remember for a while that it was there."""
+        prefix = self._tree.path_tokens(node, keep + 1)
+        self._dropped[(node.scope, hash(prefix))] = node.last_used
+        self._dropped.move_to_end((node.scope, hash(prefix)))
+        if len(self._dropped) > MAX_REMEMBERED_DROPS:
+            self._dropped.popitem(last=False)
+        self._tree.cut(node, keep)
+
+    def last_eviction(self, tokens: bytes, num_blocks: int, scopes: tuple[int, ...]) -> int | None:
+        """When the block after the first ``num_blocks`` of a prompt was last used before it was dropped, if it was."""
+        end = (num_blocks + 1) * self._tree.block_bytes
+        if end > len(tokens):
+            return None
+        key = hash(tokens[:end])
+        return max((self._dropped[(s, key)] for s in scopes if (s, key) in self._dropped), default=None)

@@ -80,14 +80,17 @@ def xxh3_hash(seed: int) -> Callable[[bytes], int]:
 class BlockCopies:
     """What a plan does to KV memory before its forward, as int32 [k, 2] (source, destination) pairs.
 
-    In this order: `demotions` device → host, `promotions` host → device, `copies` device → device. Within each,
-    sources and destinations are disjoint. Everything read or written stays held until the plan has run, except the
-    sources of demotions: whatever is written into those blocks next comes later in the same plan.
+    First `clears` and `host_clears`, purged blocks to zero. Then `demotions` device → host, `promotions` host →
+    device, `copies` device → device. Within each, sources and destinations are disjoint. Everything read or written
+    stays held until the plan has run, except the sources of demotions: whatever is written into those blocks next
+    comes later in the same plan.
     """
 
-    __slots__ = ("copies", "demotions", "promotions")
+    __slots__ = ("clears", "copies", "demotions", "host_clears", "promotions")
 
-    def __init__(self, demotions: bytes, promotions: bytes, copies: bytes) -> None:
+    def __init__(self, clears: bytes, host_clears: bytes, demotions: bytes, promotions: bytes, copies: bytes) -> None:
+        self.clears = clears
+        self.host_clears = host_clears
         self.demotions = demotions
         self.promotions = promotions
         self.copies = copies
@@ -118,7 +121,10 @@ class KVCacheManager:
         self.host_blocks_in_flight: list[int] = []
         self._copies: list[tuple[int, int]] = []
         self._promotions: list[tuple[int, int]] = []
+        self.num_pinned = 0
         self._epochs: dict[int, int] = {}
+        self._clears: set[int] = set()
+        self._host_clears: set[int] = set()
 
     # ------------------------------------------------------------------ questions
 
@@ -128,8 +134,11 @@ class KVCacheManager:
         return self.pool.num_free + self.pool.num_idle
 
     def fits_ever(self, max_total_tokens: int) -> bool:
-        """Whether an empty pool holds one sequence of this many tokens (the last one's KV is never written)."""
-        return self._blocks_for(max_total_tokens - 1) <= self.pool.num_blocks
+        """Whether an empty pool, less what is pinned, holds one sequence of this many tokens.
+
+        The last token's KV is never written, so it needs no slot.
+        """
+        return self._blocks_for(max_total_tokens - 1) <= self.pool.num_blocks - self.num_pinned
 
     def match(self, tokens: bytes, scopes: tuple[int, ...], now: int, limit: int | None = None) -> Match:
         """Longest cached prefix of int32 ``tokens`` that leaves at least the last token to compute.
@@ -237,10 +246,23 @@ class KVCacheManager:
         self.copy_sources.append(source)
         self.num_copies += 1
 
+    @property
+    def must_clear(self) -> bool:
+        """Whether purged blocks wait to be zeroed."""
+        return bool(self._clears or self._host_clears)
+
     def take_copies(self) -> BlockCopies:
         """The planned copies; they are due before the next forward."""
         evictor = self.evictor
-        taken = BlockCopies(_pairs(evictor.demotions), _pairs(self._promotions), _pairs(self._copies))
+        taken = BlockCopies(
+            _ids(self._clears),
+            _ids(self._host_clears),
+            _pairs(evictor.demotions),
+            _pairs(self._promotions),
+            _pairs(self._copies),
+        )
+        self._clears.clear()
+        self._host_clears.clear()
         evictor.demotions.clear()
         self._promotions.clear()
         self._copies.clear()
@@ -398,20 +420,57 @@ class KVCacheManager:
             tail = tokens[start : start + rest].tobytes()
             self.tree.publish_tail(table.scopes, blocks[:full], tail, blocks[full], now)
         self.pool.release(blocks)
-        # The deepest block in the tree, whoever put it there: a fork's tail that a sibling published, or an
-        # earlier block where a purge took what hung below.
+        if table.epoch != self._epochs.get(table.scopes[-1], 0):
+            self._clears.update(block for block in blocks if not self.pool.refs[block])
+        self._note_deepest(blocks)
+        table.blocks = []
+        table.num_published = 0
+
+    def _note_deepest(self, blocks: list[int]) -> None:
+        """Of a released table the deepest block in the tree may be evictable now, whoever put it there.
+
+        It may be a fork's tail that a sibling published, or an earlier block where a purge took what hung below.
+        """
         node_of = self.tree.node_of
         deepest = next((block for block in reversed(blocks) if node_of[block] is not None), None)
         if deepest is not None:
             self.tree.note_idle(deepest)
-        table.blocks = []
-        table.num_published = 0
 
-    def purge(self, scope: int) -> None:
-        """Forget everything a scope has cached; sequences admitted before publish nothing there any more."""
+    def purge(self, scope: int) -> tuple[int, int]:
+        """Forget everything a scope has cached on both tiers, to be zeroed by the next plan.
+
+        Sequences admitted before publish nothing there any more; their blocks are zeroed when they let go.
+
+        Returns:
+            Device and host blocks forgotten.
+        """
         self._epochs[scope] = self._epochs.get(scope, 0) + 1
-        self.tree.drop_scope(scope)
+        blocks, host_blocks = self.tree.drop_scope(scope)
+        self._clears.update(block for block in blocks if not self.pool.refs[block])
+        self._host_clears.update(block for block in host_blocks if not self.host_pool.refs[block])
+        return len(blocks), len(host_blocks)
+
+    def pin(self, tokens: bytes, scopes: tuple[int, ...], now: int) -> BlockTable | None:
+        """Hold all blocks of a cached prefix, the partial last one too; ``None`` if it is not all on the device."""
+        match = self.tree.match(tokens, scopes, now)
+        if match.num_tokens * TOKEN_BYTES < len(tokens) or match.host_blocks or match.tail_on_host:
+            return None
+        blocks = list(match.blocks) if match.tail_block is None else [*match.blocks, match.tail_block]
+        self.pool.acquire(blocks)
+        self.num_pinned += len(blocks)
+        return BlockTable(blocks, len(match.blocks), scopes, self._epochs.get(scopes[-1], 0))
+
+    def unpin(self, table: BlockTable) -> None:
+        """End a pin; the blocks stay cached like any others."""
+        self.num_pinned -= len(table.blocks)
+        self.pool.release(table.blocks)
+        self._note_deepest(table.blocks)
+        table.blocks = []
 
 
 def _pairs(pairs: list[tuple[int, int]]) -> bytes:
     return np.array(pairs, np.int32).tobytes() if pairs else b""
+
+
+def _ids(blocks: set[int]) -> bytes:
+    return np.array(sorted(blocks), np.int32).tobytes() if blocks else b""

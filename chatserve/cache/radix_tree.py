@@ -169,6 +169,15 @@ class RadixTree:
             return device[0], host[0]
         return [b for run in reversed(device) for b in run], [b for run in reversed(host) for b in run]
 
+    def path_tokens(self, node: Node, count: int) -> bytes:
+        """int32 bytes from the root to the end of the ``count``-th block of ``node``."""
+        runs = [bytes(node.tokens[: count * self.block_bytes])]
+        above = node.parent
+        while above is not None:
+            runs.append(bytes(above.tokens))
+            above = above.parent
+        return b"".join(reversed(runs))
+
     def _touch(self, node: Node | None, now: int) -> None:
         while node is not None and node.last_used < now:
             node.last_used = now
@@ -496,11 +505,35 @@ class RadixTree:
         if node is not None:
             self.cut(node, node.blocks.index(block))
 
-    def drop_scope(self, scope: int) -> None:
-        """Forget every run of ``scope``. Narrower scopes that hang below go with it."""
+    def drop_scope(self, scope: int) -> tuple[list[int], list[int]]:
+        """Forget every run of ``scope``. Narrower scopes that hang below go with it.
+
+        Returns:
+            The device and host blocks that left the tree.
+        """
         tops = [n for n in self.nodes() if n.scope == scope and n.parent and n.parent.scope != scope]
+        gone = [below for top in tops for below in self._nodes_below(top)]
+        blocks = [block for node in gone for block in node.blocks]
+        host_blocks = [block for node in gone for block in node.host_blocks]
         for node in tops:
             self.cut(node, 0)
+        return blocks, host_blocks
+
+    def has_beyond(self, tokens: bytes, scopes: tuple[int, ...], num_matched: int) -> bool:
+        """Whether something visible is cached beyond the first ``num_matched`` tokens, which are all that match."""
+        node, pos = self.root, 0
+        while True:
+            child = None
+            for scope in scopes:
+                child, same = self._best_child(node, scope, tokens, pos)
+                if child is not None and same:
+                    break
+            if child is None or not same:
+                return bool(node.ordered.keys() & set(scopes)) and node is not self.root
+            pos += same
+            if same < len(child.tokens):
+                return pos // TOKEN_BYTES >= num_matched
+            node = child
 
     def nodes(self) -> Iterator[Node]:
         """Every node, children before parents."""

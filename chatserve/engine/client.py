@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Callable
+from typing import TypeVar
 
 import msgspec
 
@@ -23,11 +24,20 @@ from chatserve.engine.protocol import (
     EngineReady,
     EngineState,
     EngineStats,
+    Explain,
+    ExplainReply,
     Finished,
     FinishReason,
     GetState,
+    Publish,
+    PublishReply,
+    Purge,
+    PurgeReply,
+    Reply,
+    SetTenant,
     Started,
     StepFrame,
+    ToEngine,
 )
 from chatserve.engine.supervisor import DEFAULT_LIMITS, EngineSupervisor, Limits
 from chatserve.errors import ChatserveError, EngineUnavailableError
@@ -47,6 +57,8 @@ class Delta(msgspec.Struct, frozen=True, gc=False):
 
 
 Event = Started | Delta | Finished
+
+ReplyT = TypeVar("ReplyT", EngineState, PublishReply, PurgeReply, ExplainReply)
 
 
 class _Mailbox:
@@ -129,7 +141,8 @@ class EngineClient:
         self._ready_callbacks: list[Callable[[bool], None]] = []
         self._mailboxes: dict[int, _Mailbox] = {}
         self._num_waiting = 0
-        self._calls: dict[int, asyncio.Future[EngineState]] = {}
+        self._calls: dict[int, asyncio.Future[Reply]] = {}
+        self._tenants: dict[str, SetTenant] = {}
         self._next_id = 1
 
     # -- life ---------------------------------------------------------------------------------------------------
@@ -201,11 +214,13 @@ class EngineClient:
         scopes: tuple[Scope, ...],
         priority: int = 0,
         priority_class: int = 0,
+        tenant: str = "",
     ) -> EngineStream:
         """Enqueue one request whose parameters are valid and whose seed is set.
 
         Args:
             prompt: int32 token ids.
+            tenant: who is served and charged.
 
         Raises:
             EngineUnavailableError: the engine is loading, restarting or gone; nothing was enqueued.
@@ -214,7 +229,7 @@ class EngineClient:
             raise EngineUnavailableError("The engine is not ready. Try again shortly.", retry_after=1.0)
         request_id = self._next_id
         self._next_id += 1
-        self._supervisor.send(AddRequest(request_id, prompt, sampling, scopes, priority, priority_class))
+        self._supervisor.send(AddRequest(request_id, prompt, sampling, scopes, priority, priority_class, tenant))
         mailbox = _Mailbox(sampling.n)
         self._mailboxes[request_id] = mailbox
         self._num_waiting += 1
@@ -233,23 +248,47 @@ class EngineClient:
             if self._loop is not None:
                 self._loop.call_soon_threadsafe(self.abort, request_id)
 
+    def set_tenant(self, tenant: str, *, weight: float = 1.0, kv_floor: float = 0.0, kv_cap: float = 1.0) -> None:
+        """Weight and KV shares of a tenant, from now on and in every engine that replaces this one."""
+        self._tenants[tenant] = SetTenant(tenant, weight, kv_floor, kv_cap)
+        if self._ready:
+            self._supervisor.send(self._tenants[tenant])
+
     async def state(self) -> EngineState:
         """Ask the engine for its counters and for the pool's counts recomputed from their holders.
 
-        Raises:
+        Raises, like all calls:
             EngineUnavailableError: it is not ready, or died before it answered.
         """
+        return await self._call(GetState, EngineState)
+
+    async def publish(self, prompt: bytes, scopes: tuple[Scope, ...], *, withdraw: bool = False) -> PublishReply:
+        """Compute a prefix into the last of ``scopes`` and pin it, or withdraw one."""
+        return await self._call(lambda call_id: Publish(call_id, prompt, scopes, withdraw), PublishReply)
+
+    async def purge(self, tenant: str) -> PurgeReply:
+        """Forget and zero what a tenant has cached in its private scopes."""
+        return await self._call(lambda call_id: Purge(call_id, tenant), PurgeReply)
+
+    async def explain(self, prompt: bytes, scopes: tuple[Scope, ...]) -> ExplainReply:
+        """What of a prompt a request that sees ``scopes`` would find."""
+        return await self._call(lambda call_id: Explain(call_id, prompt, scopes), ExplainReply)
+
+    async def _call(self, message: Callable[[int], ToEngine], kind: type[ReplyT]) -> ReplyT:
         if not self._ready:
             raise EngineUnavailableError("The engine is not ready. Try again shortly.", retry_after=1.0)
         call_id = self._next_id
         self._next_id += 1
-        answer: asyncio.Future[EngineState] = asyncio.get_running_loop().create_future()
+        answer: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
         self._calls[call_id] = answer
-        self._supervisor.send(GetState(call_id))
+        self._supervisor.send(message(call_id))
         try:
-            return await answer
+            reply = await answer
         finally:
             self._calls.pop(call_id, None)
+        if not isinstance(reply, kind):
+            raise RuntimeError(f"the engine answered a call with {type(reply).__name__}")
+        return reply
 
     # -- called by the supervisor -------------------------------------------------------------------------------
 
@@ -260,6 +299,8 @@ class EngineClient:
 
     def handle_ready(self, message: EngineReady) -> None:
         self._info = message.info
+        for declared in self._tenants.values():
+            self._supervisor.send(declared)
 
     def handle_frame(self, frame: StepFrame) -> None:
         """Hand one step's news to their streams, each stream's tokens before its end."""
@@ -285,10 +326,10 @@ class EngineClient:
                     self._mark_started(mailbox)
                 mailbox.put(finished)
 
-    def handle_state(self, state: EngineState) -> None:
-        answer = self._calls.get(state.call_id)
+    def handle_reply(self, reply: Reply) -> None:
+        answer = self._calls.get(reply.call_id)
         if answer is not None and not answer.done():
-            answer.set_result(state)
+            answer.set_result(reply)
 
     def set_ready(self, ready: bool) -> None:
         if ready != self._ready:

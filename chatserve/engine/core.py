@@ -11,7 +11,9 @@ import secrets
 from collections.abc import Callable
 
 import msgspec
+import numpy as np
 
+from chatserve.cache.explain import explain_match
 from chatserve.cache.kv_cache_manager import KVCacheManager, xxh3_hash
 from chatserve.config import EngineConfig
 from chatserve.engine.protocol import (
@@ -19,10 +21,17 @@ from chatserve.engine.protocol import (
     EngineInfo,
     EngineState,
     EngineStats,
+    Explain,
+    ExplainReply,
+    Publish,
+    Purge,
+    PurgeReply,
+    Reply,
     SetTenant,
     StepFrame,
     TenantState,
 )
+from chatserve.engine.publications import Publications
 from chatserve.errors import ChatserveError
 from chatserve.scheduler.fairness import OPERATOR
 from chatserve.scheduler.output import Executor, Finished, StepNews
@@ -62,6 +71,8 @@ class EngineCore:
         )
         self._executor = executor
         self._scope_ids: dict[Scope, int] = {}
+        self.publications = Publications(self.scheduler, self.manager)
+        self.replies: list[Reply] = []
         self._refused: list[Finished] = []
         self._num_steps = 0
 
@@ -69,7 +80,8 @@ class EngineCore:
     def has_work(self) -> bool:
         """Whether `step` has something to run or to report."""
         scheduler = self.scheduler
-        return bool(len(scheduler.requests) or scheduler.requests.has_news or self._refused)
+        waiting = len(scheduler.requests) or scheduler.requests.has_news or self._refused
+        return bool(waiting or self.manager.must_clear)
 
     def add(self, message: AddRequest) -> None:
         """Accept a request; one that can never be served is answered with its terminal event in the next frame."""
@@ -106,6 +118,29 @@ class EngineCore:
         self.scheduler.tenants.set_weight(tenant, message.weight)
         self.manager.shares.set(tenant, weight=message.weight, floor=message.kv_floor, cap=message.kv_cap)
 
+    def publish(self, message: Publish) -> None:
+        """Compute and pin a prefix, or withdraw one; the reply comes with a later step."""
+        scopes = tuple(self._intern(scope) for scope in message.scopes)
+        reply = self.publications.begin(message, scopes)
+        if reply is not None:
+            self.replies.append(reply)
+
+    def purge(self, message: Purge) -> None:
+        """Forget a tenant's cache, between two steps; the next one zeroes the memory."""
+        counts = [
+            self.manager.purge(number)
+            for scope, number in self._scope_ids.items()
+            if scope.kind == "tenant" and scope.owner == message.tenant
+        ]
+        device, host = (sum(count[tier] for count in counts) for tier in (0, 1))
+        self.replies.append(PurgeReply(message.call_id, device, host))
+
+    def explain(self, message: Explain) -> None:
+        """Say what a prompt would find. Scopes nobody has used are empty, and are not interned for it."""
+        known = tuple(self._scope_ids[scope] for scope in message.scopes if scope in self._scope_ids)
+        device, host, miss, steps_ago = explain_match(self.manager, message.prompt, known, self.scheduler.step)
+        self.replies.append(ExplainReply(message.call_id, len(message.prompt) // 4, device, host, miss, steps_ago))
+
     def abort(self, request_ids: tuple[int, ...]) -> None:
         """End requests between two steps."""
         for request_id in request_ids:
@@ -123,6 +158,9 @@ class EngineCore:
 
     def _frame(self, news: StepNews) -> StepFrame:
         finished = news.finished
+        if self.publications.pending:
+            news = self._without_publications(news)
+            finished = news.finished
         if self._refused:
             finished += tuple(self._refused)
             self._refused.clear()
@@ -134,6 +172,21 @@ class EngineCore:
             logprobs=news.logprobs,
             started=news.started,
             finished=finished,
+        )
+
+    def _without_publications(self, news: StepNews) -> StepNews:
+        """Take out what concerns the operator's own requests, whose ids are negative."""
+        for end in news.finished:
+            self.replies += self.publications.end(end)
+        ids = np.frombuffer(news.request_ids, np.int64)
+        keep = np.flatnonzero(ids >= 0)
+        return StepNews(
+            request_ids=ids[keep].tobytes(),
+            choices=np.frombuffer(news.choices, np.int32)[keep].tobytes(),
+            tokens=np.frombuffer(news.tokens, np.int32)[keep].tobytes(),
+            logprobs=None if news.logprobs is None else tuple(news.logprobs[i] for i in keep.tolist()),
+            started=tuple(each for each in news.started if each.request_id >= 0),
+            finished=tuple(each for each in news.finished if each.request_id >= 0),
         )
 
     def stats(self) -> EngineStats:

@@ -30,7 +30,10 @@ from chatserve.engine.protocol import (
     EngineFailed,
     EngineInfo,
     EngineReady,
+    Explain,
     GetState,
+    Publish,
+    Purge,
     SetTenant,
     Shutdown,
     StepFrame,
@@ -93,7 +96,19 @@ class EngineLoop:
             self._core.set_tenant(message)
         elif isinstance(message, GetState):
             self._channel.send(self._core.state(message.call_id, self._busy_seconds))
+        elif isinstance(message, Publish):
+            self._core.publish(message)
+        elif isinstance(message, Purge):
+            self._core.purge(message)
+        elif isinstance(message, Explain):
+            self._core.explain(message)
+        self._send_replies()
         self._stats_stale = True
+
+    def _send_replies(self) -> None:
+        for reply in self._core.replies:
+            self._channel.send(reply)
+        self._core.replies.clear()
 
     def _advance(self) -> None:
         begin = time.perf_counter()
@@ -106,6 +121,7 @@ class EngineLoop:
             frame = self._with_stats(frame, end)
         if frame.tokens or frame.started or frame.finished or frame.stats:
             self._channel.send(frame)
+        self._send_replies()
 
     def _report_if_idle(self) -> None:
         if self._stats_stale and not self._core.has_work:

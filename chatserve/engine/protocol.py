@@ -7,6 +7,8 @@ no sockets: `engine.transport` frames these, `engine.client` and `engine.process
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
 
 from chatserve.sampling_params import SamplingParams
@@ -65,11 +67,40 @@ class GetState(msgspec.Struct, frozen=True, array_like=True, tag="state"):
     call_id: int
 
 
+class Publish(msgspec.Struct, frozen=True, array_like=True, tag="publish"):
+    """Compute a prefix into a wide scope and pin it, or withdraw one. Answered by a `PublishReply`.
+
+    Attributes:
+        prompt: int32 token ids of the prefix.
+        scopes: scopes its computation may see; the last one is where it is published.
+    """
+
+    call_id: int
+    prompt: bytes
+    scopes: tuple[Scope, ...]
+    withdraw: bool = False
+
+
+class Purge(msgspec.Struct, frozen=True, array_like=True, tag="purge"):
+    """Forget everything cached in a tenant's private scopes on both tiers, and zero it. A `PurgeReply` answers."""
+
+    call_id: int
+    tenant: str
+
+
+class Explain(msgspec.Struct, frozen=True, array_like=True, tag="explain"):
+    """What of a prompt is cached, without touching anything. An `ExplainReply` answers."""
+
+    call_id: int
+    prompt: bytes
+    scopes: tuple[Scope, ...]
+
+
 class Shutdown(msgspec.Struct, frozen=True, array_like=True, tag="shutdown"):
     """Finish the current step and exit 0."""
 
 
-ToEngine = AddRequest | Abort | SetTenant | GetState | Shutdown
+ToEngine = AddRequest | Abort | SetTenant | GetState | Publish | Purge | Explain | Shutdown
 
 
 class EngineInfo(msgspec.Struct, frozen=True):
@@ -187,6 +218,42 @@ class EngineState(msgspec.Struct, frozen=True, array_like=True, tag="state"):
     tenants: tuple[TenantState, ...] = ()
 
 
+class PublishReply(msgspec.Struct, frozen=True, array_like=True, tag="published"):
+    """The prefix is pinned (or withdrawn), or why not."""
+
+    call_id: int
+    num_tokens: int
+    num_blocks: int
+    error_code: str | None = None
+    error_message: str | None = None
+
+
+class PurgeReply(msgspec.Struct, frozen=True, array_like=True, tag="purged"):
+    """Cached blocks of the tenant that were forgotten, per tier."""
+
+    call_id: int
+    device_blocks: int
+    host_blocks: int
+
+
+class ExplainReply(msgspec.Struct, frozen=True, array_like=True, tag="explained"):
+    """What a request with this prompt would find.
+
+    Attributes:
+        device_tokens, host_tokens: cached, on either tier; the device part comes first.
+        miss: why it ends there: ``complete`` (all but the last token, which is always computed), ``differs`` (something
+            is cached beyond, with other tokens), ``evicted`` or ``never_seen``. Other tenants' caches do not count.
+        steps_ago: engine steps since what was evicted was last used.
+    """
+
+    call_id: int
+    num_tokens: int
+    device_tokens: int
+    host_tokens: int
+    miss: Literal["complete", "differs", "evicted", "never_seen"]
+    steps_ago: int | None = None
+
+
 class EngineFailed(msgspec.Struct, frozen=True, array_like=True, tag="failed"):
     """Last words of an engine that cannot go on."""
 
@@ -194,4 +261,7 @@ class EngineFailed(msgspec.Struct, frozen=True, array_like=True, tag="failed"):
     message: str
 
 
-FromEngine = EngineReady | StepFrame | EngineState | EngineFailed
+Reply = EngineState | PublishReply | PurgeReply | ExplainReply
+"""Answers to one call; ``call_id`` says to which."""
+
+FromEngine = EngineReady | StepFrame | EngineState | PublishReply | PurgeReply | ExplainReply | EngineFailed

@@ -21,8 +21,8 @@ from chatserve.engine.launch import EngineChild
 from chatserve.engine.protocol import (
     EngineFailed,
     EngineReady,
-    EngineState,
     FromEngine,
+    Reply,
     Shutdown,
     StepFrame,
     ToEngine,
@@ -77,7 +77,7 @@ class EngineListener(Protocol):
 
     def handle_frame(self, frame: StepFrame) -> None: ...
 
-    def handle_state(self, state: EngineState) -> None: ...
+    def handle_reply(self, reply: Reply) -> None: ...
 
     def set_ready(self, ready: bool) -> None: ...
 
@@ -264,8 +264,8 @@ class _Session:
             self._listener.handle_ready(message)
             self._listener.set_ready(True)
             self._ready.set()
-        elif isinstance(message, EngineState):
-            self._listener.handle_state(message)
+        elif isinstance(message, Reply):
+            self._listener.handle_reply(message)
         elif isinstance(message, EngineFailed):
             self.permanent = message.code in _PERMANENT
             self._failure = _PERMANENT.get(message.code, EngineUnavailableError)(message.message)

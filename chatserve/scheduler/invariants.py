@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from chatserve.cache.invariants import check_manager, require
+from chatserve.cache.kv_cache_manager import BlockTable
 from chatserve.scheduler.request import Status
 from chatserve.scheduler.scheduler import Scheduler
 
 
-def check_scheduler(scheduler: Scheduler) -> None:
-    """Every open sequence is in one place, only running ones hold blocks, and counters fit the tokens."""
+def check_scheduler(scheduler: Scheduler, pinned: Iterable[BlockTable] = ()) -> None:
+    """Every open sequence is in one place, only running ones hold blocks, and counters fit the tokens.
+
+    Args:
+        pinned: tables of published prefixes, which hold blocks too.
+    """
     batch, manager = scheduler.batch, scheduler.manager
     running = [s for s in batch.sequences if s is not None]
     waiting = list(scheduler.waiting)
@@ -18,7 +25,7 @@ def check_scheduler(scheduler: Scheduler) -> None:
     require(len(running) + len(waiting) == len(open_sequences), "a sequence is in two places")
     require(len(running) == len(batch.order), "rows and order disagree")
     require(all(s.table is None for s in waiting), "a waiting sequence holds blocks")
-    check_manager(manager, [s.table for s in running if s.table is not None])
+    check_manager(manager, [*pinned, *(s.table for s in running if s.table is not None)])
     for sequence in running:
         row, table = sequence.row, sequence.table
         known, computed = int(batch.known[row]), int(batch.computed[row])

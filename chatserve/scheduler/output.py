@@ -45,7 +45,8 @@ class SchedulerOutput(msgspec.Struct, frozen=True, array_like=True, gc=False):
         new_sequences: place these in their rows.
         table_rows, table_indices, table_blocks: int32 [t] each; ``block_table[row][index] = block``, where an
             index equal to the table's length appends.
-        demotions: int32 [d, 2], (device, host) blocks; copied whole, first of all.
+        clears, host_clears: int32, purged blocks of either tier; zeroed, first of all.
+        demotions: int32 [d, 2], (device, host) blocks; copied whole, next.
         promotions: int32 [p, 2], (host, device) blocks; copied whole, next.
         copies: int32 [c, 2], (source, destination) device blocks; copied whole, next, before the forward. Within
             each of the three, sources and destinations are disjoint.
@@ -64,6 +65,8 @@ class SchedulerOutput(msgspec.Struct, frozen=True, array_like=True, gc=False):
     table_rows: bytes
     table_indices: bytes
     table_blocks: bytes
+    clears: bytes
+    host_clears: bytes
     demotions: bytes
     promotions: bytes
     copies: bytes

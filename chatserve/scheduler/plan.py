@@ -85,7 +85,7 @@ class Plan:
     def build(
         self, step: int, batch: Batch, decodes: Int32s, changes: RowChanges, manager: KVCacheManager
     ) -> SchedulerOutput | None:
-        """The finished plan: ``decodes`` rows with one token each, then the chunks. ``None`` if nothing runs."""
+        """The plan: ``decodes`` rows with one token each, then the chunks. ``None`` if there is nothing to do."""
         count = len(decodes)
         if self._chunk_rows:
             self.rows = np.concatenate((decodes, np.array(self._chunk_rows, np.int32)))
@@ -105,6 +105,9 @@ class Plan:
             sources = batch.indices[:count]
             computed = batch.computed[decodes]
             self.after = computed + 1
+        elif manager.must_clear:
+            # Purged memory is zeroed now, not when somebody happens to run.
+            num_new = sources = computed = self.rows
         else:
             return None
         freed, tables = changes.take()
@@ -116,6 +119,8 @@ class Plan:
             table_rows=tables[:, 0].tobytes(),
             table_indices=tables[:, 1].tobytes(),
             table_blocks=tables[:, 2].tobytes(),
+            clears=copies.clears,
+            host_clears=copies.host_clears,
             demotions=copies.demotions,
             promotions=copies.promotions,
             copies=copies.copies,

@@ -81,7 +81,13 @@ class Scheduler:
 
     def max_total_tokens(self) -> int:
         """Prompt and output tokens one sequence can ever have here."""
-        return min(self._max_model_len, self.manager.pool.num_blocks * self.manager.block_size + 1)
+        slots = (self.manager.pool.num_blocks - self.manager.num_pinned) * self.manager.block_size
+        return min(self._max_model_len, slots + 1)
+
+    def blocks_to_spare(self) -> int:
+        """Blocks of the pool that no accepted request needs for itself: so many may ever be pinned."""
+        needed = max((request.max_total for request in self.requests), default=1)
+        return self.manager.pool.num_blocks - -(-(needed - 1) // self.manager.block_size)
 
     def add(self, request: Request) -> None:
         """Accept a request, or raise `ContextLengthError` with the true numbers if it can never fit."""

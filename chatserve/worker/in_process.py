@@ -193,6 +193,8 @@ def _warm_up(runner: ModelRunner, num_tokens: int, block_size: int) -> float:
         table_rows=b"",
         table_indices=b"",
         table_blocks=b"",
+        clears=b"",
+        host_clears=b"",
         demotions=b"",
         promotions=b"",
         copies=b"",

@@ -71,6 +71,9 @@ class ModelRunner:
         for sequence in plan.new_sequences:
             self._place(sequence)
         self._block_tables[_int32(plan.table_rows), _int32(plan.table_indices)] = _int32(plan.table_blocks)
+        for tier, cleared in ((self.kv_cache, plan.clears), (self.host_kv_cache, plan.host_clears)):
+            if cleared:
+                tier[torch.from_numpy(_int64(cleared))] = 0.0
         _move_blocks(self.kv_cache, self.host_kv_cache, plan.demotions)
         _move_blocks(self.host_kv_cache, self.kv_cache, plan.promotions)
         if plan.copies:

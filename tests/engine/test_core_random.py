@@ -34,6 +34,6 @@ def test_storms_of_other_shapes(block_size: int, num_blocks: int, max_num_seqs: 
         storm.operate()
         storm.check_counts()
         if index % 10 == 0:
-            check_scheduler(storm.core.scheduler)
+            check_scheduler(storm.core.scheduler, storm.core.publications.tables)
     storm.drain()
     assert storm.counts["finished"] > 100

@@ -64,6 +64,8 @@ class Plan:
             table_rows=int32([row for row, _, _ in self.table]),
             table_indices=int32([index for _, index, _ in self.table]),
             table_blocks=int32([block for _, _, block in self.table]),
+            clears=b"",
+            host_clears=b"",
             demotions=b"",
             promotions=b"",
             copies=int32([block for pair in self.copies for block in pair]),
