@@ -327,6 +327,7 @@ async def test_context_length(live: LiveServer) -> None:
 async def test_big_prompts_do_not_block_the_loop(live: LiveServer) -> None:
     """While megabyte prompts are tokenised, only to be refused, others are answered at once."""
     big = json.dumps({"messages": [{"role": "user", "content": "word " * 150_000}]}).encode()
+    began = time.monotonic()
     hogs = [asyncio.create_task(live.post(CHAT, big)) for _ in range(2)]
     waits = []
     while not all(hog.done() for hog in hogs):
@@ -335,7 +336,8 @@ async def test_big_prompts_do_not_block_the_loop(live: LiveServer) -> None:
         waits.append(time.monotonic() - started)
         await asyncio.sleep(0.02)
     assert [(await hog).status for hog in hogs] == [400] * 2
-    assert sorted(waits)[int(len(waits) * 0.9)] < 0.25
+    # A share, since the machine may be busy: a loop that tokenises answers nobody for about half of the time.
+    assert sorted(waits)[int(len(waits) * 0.9)] < 0.2 * (time.monotonic() - began)
 
 
 @pytest.mark.asyncio

@@ -26,7 +26,9 @@ SCALARS = (
     | st.text(max_size=20)
     | st.sampled_from([2**31, -(2**63), 2**64, 1e308, "", "0", "\u0000", "\U0010ffff"])
 )
-VALUES = st.recursive(SCALARS, lambda v: st.lists(v, max_size=4) | st.dictionaries(st.text(max_size=8), v, max_size=4))
+VALUES = st.recursive(
+    SCALARS, lambda v: st.lists(v, max_size=3) | st.dictionaries(st.text(max_size=8), v, max_size=3), max_leaves=5
+)
 PARAMS = st.dictionaries(
     st.sampled_from(["n", "max_tokens", "temperature", "stop", "seed", "logit_bias", "tools", "model", "x"]),
     VALUES,
