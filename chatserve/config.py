@@ -126,8 +126,24 @@ class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     log_format: Literal["console", "json"] = "console"
 
 
+class TenancyConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Where tenants come from.
+
+    Attributes:
+        database: SQLite file that ``chatserve tenants`` manages; ``None`` takes the one in the data folder if it is
+            there, and keeps no state otherwise.
+        file: TOML file that declares tenants.
+        admin_api_key: opens ``/admin/*``, which does not exist without it.
+    """
+
+    database: str | None = None
+    file: str | None = None
+    admin_api_key: str | None = None
+
+
 class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The whole program."""
 
     engine: EngineConfig = EngineConfig()
     server: ServerConfig = ServerConfig()
+    tenancy: TenancyConfig = TenancyConfig()

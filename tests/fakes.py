@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from chatserve.config import Config, EngineConfig, ModelConfig, SchedulerConfig, ServerConfig
+from chatserve.config import Config, EngineConfig, ModelConfig, SchedulerConfig, ServerConfig, TenancyConfig
 from chatserve.engine.client import Delta, EngineStream
 from chatserve.engine.protocol import EngineInfo, EngineState, EngineStats, Finished, FinishReason, Started
 from chatserve.errors import EngineUnavailableError
@@ -106,6 +106,7 @@ class Submission:
     sampling: SamplingParams
     scopes: tuple[Scope, ...]
     priority: int
+    priority_class: int
     num_sent: int = 0
     aborted: bool = False
     ended: bool = False
@@ -231,7 +232,9 @@ class FakeEngineClient:
         if not self.ready:
             raise EngineUnavailableError("not ready")
         assert sampling.seed is not None
-        submission = Submission(len(self.submissions), array("i", prompt).tolist(), sampling, scopes, priority)
+        submission = Submission(
+            len(self.submissions), array("i", prompt).tolist(), sampling, scopes, priority, priority_class
+        )
         self.submissions.append(submission)
         stream = FakeStream(self, submission)
         self._streams[submission.request_id] = stream
@@ -336,7 +339,9 @@ class FakeEngineClient:
         stream.put(events)
 
 
-def make_config(folder: Path, *, server: ServerConfig | None = None, max_queued: int = 1024) -> Config:
+def make_config(
+    folder: Path, *, server: ServerConfig | None = None, max_queued: int = 1024, admin_key: str | None = None
+) -> Config:
     """A configuration for the fake engine: any free port, short timeouts."""
     return Config(
         engine=EngineConfig(
@@ -344,4 +349,5 @@ def make_config(folder: Path, *, server: ServerConfig | None = None, max_queued:
             scheduler=SchedulerConfig(max_num_queued_reqs=max_queued),
         ),
         server=server or ServerConfig(port=0, drain_timeout=2.0),
+        tenancy=TenancyConfig(admin_api_key=admin_key),
     )

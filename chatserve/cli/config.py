@@ -12,7 +12,7 @@ import click
 
 from chatserve.cli import flags, settings
 
-_SECRET = "server.api_keys"
+_SECRETS = ("server.api_keys", "tenancy.admin_api_key")
 
 
 @click.group()
@@ -32,7 +32,7 @@ def show(origins: bool, config: str | None, **given: object) -> None:
         if table != section:
             click.echo(f"\n[{table}]" if section else f"[{table}]")
             section = table
-        if path == _SECRET:
-            value = ["***" for _ in loaded.config.server.api_keys]
+        if path in _SECRETS and value is not None:
+            value = ["***" for _ in value] if isinstance(value, list | tuple) else "***"
         line = f"# {name} =" if value is None else f"{name} = {json.dumps(value)}"
         click.echo(f"{line}  # {loaded.origins.get(path, 'default')}" if origins else line)

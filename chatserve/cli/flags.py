@@ -105,6 +105,17 @@ SETTINGS = (
         spellings=_LOG_LEVELS,
     ),
     Setting("server.log_format", "--log-format", "console or json."),
+    Setting(
+        "tenancy.database",
+        "--tenants-db",
+        "Database of tenants, made if need be; default: the one in the data folder, if there is one.",
+    ),
+    Setting("tenancy.file", "--tenants-file", "TOML file that declares tenants, for machines without state."),
+    Setting(
+        "tenancy.admin_api_key",
+        "--admin-api-key",
+        "Key that opens /admin/*; better in CHATSERVE_ADMIN_API_KEY. Without it /admin/* does not exist.",
+    ),
     Setting("engine.model.name", "--served-model-name", "The model's name for clients."),
     Setting(
         "engine.model.dtype",
@@ -179,9 +190,7 @@ UNSUPPORTED = (
     Unsupported("--ssl-certfile", _PROXY),
     Unsupported("--allowed-methods", _ALWAYS_CORS),
     Unsupported("--allowed-headers", _ALWAYS_CORS),
-    Unsupported("--admin-api-key", _LATER),
-    Unsupported("--tenants-file", "There is one tenant."),
-    Unsupported("--cache-scope-default", "There is one tenant."),
+    Unsupported("--cache-scope-default", "Every tenant has a scope of its own.", ("tenant",)),
 )
 
 

@@ -21,6 +21,7 @@ from chatserve.config import Config
 if TYPE_CHECKING:
     from chatserve.engine.client import EngineClient
     from chatserve.engine.launch import EngineChild
+    from chatserve.tenancy.registry import TenantRegistry
 
 DEFAULT_MODEL = "smollm2-135m"
 
@@ -36,8 +37,10 @@ def serve(model: str | None, config: str | None, **given: object) -> None:
     loaded = settings.load(given, os.environ, config)
 
     from chatserve.server.origin import check_bind
+    from chatserve.tenancy.registry import open_tenants
 
-    check_bind(loaded.config.server)
+    tenants = open_tenants(loaded.config, os.environ)
+    check_bind(loaded.config.server, has_tenants=tenants.keys_required)
     ready_config = _with_model(loaded.config, model or loaded.model or DEFAULT_MODEL)
 
     from chatserve.engine.launch import EngineChild
@@ -47,7 +50,7 @@ def serve(model: str | None, config: str | None, **given: object) -> None:
     import uvloop
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(_run(ready_config, child))
+        runner.run(_run(ready_config, child, tenants))
 
 
 def _with_model(config: Config, model: str) -> Config:
@@ -70,7 +73,7 @@ def _with_model(config: Config, model: str) -> Config:
     return msgspec.structs.replace(config, engine=msgspec.structs.replace(config.engine, model=named))
 
 
-async def _run(config: Config, child: EngineChild) -> None:
+async def _run(config: Config, child: EngineChild, tenants: TenantRegistry) -> None:
     """Serve until a signal ends it, or until the engine is given up: then drain and raise the reason."""
     from chatserve.engine.client import EngineClient
 
@@ -80,7 +83,7 @@ async def _run(config: Config, child: EngineChild) -> None:
     try:
         from chatserve.server import run
 
-        serving = asyncio.create_task(run.serve(config, engine, on_listening=_announce_url))
+        serving = asyncio.create_task(run.serve(config, engine, tenants=tenants, on_listening=_announce_url))
         watching = asyncio.create_task(engine.wait_failed())
         await asyncio.wait((serving, watching), return_when=asyncio.FIRST_COMPLETED)
         watching.cancel()

@@ -54,6 +54,8 @@ def load(flags: Mapping[str, object], environ: Mapping[str, str], config_file: s
         path = find_config(config_file)
         for key, value in _flatten(_read(path)).items():
             values[key], origins[key] = value, f"file {path}"
+        if values.pop("tenants", None) is not None:  # the file declares tenants as well
+            values["tenancy.file"], origins["tenancy.file"] = str(path), origins.pop("tenants")
     for setting in SETTINGS:
         for name in (*reversed(setting.variables), setting.variable):
             if name in environ:
@@ -168,9 +170,16 @@ def _check(config: Config, origins: Mapping[str, str]) -> None:
         raise _complaint("engine.cache.block_size", f"must be a power of two, not {block_size}", origins)
     if config.engine.model.trust_remote_code:
         raise _complaint("engine.model.trust_remote_code", "code from model folders is never run", origins)
-    for key in config.server.api_keys:
-        if not key or not key.isascii() or not key.isprintable() or " " in key:
-            raise _complaint("server.api_keys", "a key must be printable ASCII without spaces, and not empty", origins)
+    admin_key = config.tenancy.admin_api_key
+    for path, keys in (
+        ("server.api_keys", config.server.api_keys),
+        ("tenancy.admin_api_key", () if admin_key is None else (admin_key,)),
+    ):
+        for key in keys:
+            if not key or not key.isascii() or not key.isprintable() or " " in key:
+                raise _complaint(path, "a key must be printable ASCII without spaces, and not empty", origins)
+    if admin_key in config.server.api_keys:
+        raise _complaint("tenancy.admin_api_key", "must not be one of the keys that clients use", origins)
 
 
 def _complaint(path: str, problem: str, origins: Mapping[str, str]) -> ConfigError:

@@ -57,6 +57,7 @@ def _settings(command: F) -> F:
         ),
         click.option("--tokens-per-day", type=_count, metavar="N|none", help="Tokens per UTC day, prompt and output."),
         click.option("--max-queued", type=_count, metavar="N|none", help="Waiting requests at once."),
+        click.option("--max-connections", type=_count, metavar="N|none", help="WebSockets open at once."),
         click.option("--kv-floor", type=float, help="Share of the KV pool that others cannot take (0)."),
         click.option("--kv-cap", type=float, help="Share of the KV pool that it may hold (1)."),
     ]
@@ -140,6 +141,7 @@ def list_command(path: Path, as_json: bool) -> None:
         "TOK/MIN",
         "TOK/DAY",
         "QUEUED",
+        "SOCKETS",
         "KV",
         "GROUPS",
     )

@@ -17,11 +17,13 @@ from chatserve.errors import InvalidRequestError, NotFoundError
 from chatserve.server.context import ServerContext
 from chatserve.server.errors import error_response
 from chatserve.server.middleware import EdgeMiddleware
+from chatserve.server.routes.admin import Admin
 from chatserve.server.routes.chat import ChatCompletions
 from chatserve.server.routes.completions import Completions
 from chatserve.server.routes.models import Models
 from chatserve.server.routes.operations import Operations
 from chatserve.server.routes.ui import Page, load_files, web_folder
+from chatserve.server.routes.usage import OwnUsageEndpoint
 from chatserve.server.websocket import websocket_routes
 
 
@@ -34,6 +36,7 @@ def create_app(context: ServerContext) -> Starlette:
         Route("/v1/chat/completions", ChatCompletions(context).__call__, methods=["POST"]),
         Route("/v1/completions", Completions(context).__call__, methods=["POST"]),
         Route("/v1/models", models.list, methods=["GET"]),
+        Route("/v1/usage", OwnUsageEndpoint(context).__call__, methods=["GET"]),
         Route("/tokenize", models.tokenize, methods=["POST"]),
         Route("/detokenize", models.detokenize, methods=["POST"]),
         Route("/livez", operations.livez, methods=["GET"]),
@@ -44,6 +47,8 @@ def create_app(context: ServerContext) -> Starlette:
         Route("/ui/login", page.log_in, methods=["POST"]),
         Route("/ui/logout", page.log_out, methods=["POST"]),
     ]
+    if context.config.tenancy.admin_api_key is not None:
+        routes += _admin_routes(Admin(context))
     paths = [route.path for route in routes]
     app = Starlette(
         routes=[
@@ -56,6 +61,20 @@ def create_app(context: ServerContext) -> Starlette:
     )
     app.router.redirect_slashes = False
     return app
+
+
+def _admin_routes(admin: Admin) -> list[Route]:
+    return [
+        Route("/admin/tenants", admin.list_tenants, methods=["GET"]),
+        Route("/admin/tenants", admin.create_tenant, methods=["POST"]),
+        Route("/admin/tenants/{name}", admin.tenant, methods=["GET"]),
+        Route("/admin/tenants/{name}", admin.update_tenant, methods=["PATCH"]),
+        Route("/admin/tenants/{name}", admin.delete_tenant, methods=["DELETE"]),
+        Route("/admin/keys", admin.list_keys, methods=["GET"]),
+        Route("/admin/keys", admin.create_key, methods=["POST"]),
+        Route("/admin/keys/{key_id}", admin.revoke_key, methods=["DELETE"]),
+        Route("/admin/usage", admin.usage, methods=["GET"]),
+    ]
 
 
 async def _http_error(request: Request, error: Exception) -> Response:

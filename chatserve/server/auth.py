@@ -1,13 +1,14 @@
 """Who is calling: bearer keys and the page's cookie sessions.
 
-Knows keys (as SHA-256 digests, looked up and never compared byte by byte), sessions (random, opaque, in
-memory) and which origin may use a cookie. Does not route and writes no responses; `chatserve.server.middleware`
-and `chatserve.server.websocket` call `Authenticator`.
+Knows headers, sessions (random, opaque, in memory, worth no more than the key they were opened with) and which
+origin may use a cookie; whose a key is, `chatserve.tenancy` knows. Does not route and writes no responses;
+`chatserve.server.middleware` and `chatserve.server.websocket` call `Authenticator`.
 """
 
 from __future__ import annotations
 
 import hashlib
+import hmac
 import secrets
 import time
 from collections import OrderedDict
@@ -16,9 +17,10 @@ from http.cookies import CookieError, SimpleCookie
 import msgspec
 from starlette.types import Scope as ASGIScope
 
-from chatserve.config import ServerConfig
 from chatserve.errors import AuthenticationError, PermissionDeniedError
 from chatserve.server.origin import header
+from chatserve.tenancy.registry import TenantRegistry
+from chatserve.tenancy.tenant import DEFAULT_TENANT
 
 COOKIE_NAME = "chatserve_session"
 SESSION_SECONDS = 30 * 24 * 3600
@@ -30,40 +32,45 @@ class Principal(msgspec.Struct, frozen=True):
     """An authenticated caller.
 
     Attributes:
-        tenant: owner of its cache scope. One tenant for now, whatever the key.
+        tenant: who is served, limited and charged, and owner of its cache scope. Class, weight, limits and groups
+            are looked up when they are needed, so that a change counts at once.
+        key_id: public id of the key that was shown; ``None`` on a server without keys.
     """
 
-    tenant: str = "default"
+    tenant: str = DEFAULT_TENANT
+    key_id: str | None = None
 
 
 class Authenticator:
-    """Keys and sessions of one server."""
+    """Keys and sessions of one server.
 
-    def __init__(self, config: ServerConfig) -> None:
-        self._principals = {_digest(key): Principal() for key in config.api_keys}
-        self._sessions: OrderedDict[bytes, tuple[float, Principal]] = OrderedDict()
+    Args:
+        admin_key: opens what `authenticate_admin` guards; nothing does without it.
+    """
+
+    def __init__(self, tenants: TenantRegistry, admin_key: str | None = None) -> None:
+        self._tenants = tenants
+        self._admin = None if admin_key is None else _digest(admin_key)
+        self._sessions: OrderedDict[bytes, tuple[float, str]] = OrderedDict()  # until when, and by which key
 
     @property
     def required(self) -> bool:
         """Whether callers need a key. Without keys only loopback is served (`check_bind`)."""
-        return bool(self._principals)
+        return self._tenants.keys_required
 
     def authenticate(self, scope: ASGIScope) -> Principal:
         """The caller behind an ASGI ``http`` or ``websocket`` scope whose Origin, if any, was found to be good.
 
         Raises:
-            AuthenticationError: keys are on, and the scope carries none that is known.
+            AuthenticationError: keys are on, and the scope carries none that is good.
             PermissionDeniedError: a cookie without the page's own origin, where one is needed (anything that
                 can change state, and every WebSocket).
         """
-        if not self._principals:
+        if not self.required:
             return Principal()
-        authorization = header(scope, b"authorization")
-        if authorization is not None:
-            scheme, _, key = authorization.partition(" ")
-            if scheme.lower() != "bearer" or not key.strip():
-                raise AuthenticationError("The Authorization header must read: Bearer <key>.")
-            return self.principal_of(key.strip())
+        key = _bearer(scope)
+        if key is not None:
+            return self.principal_of(key)
         session = self._session(scope)
         if session is None:
             raise AuthenticationError("A key is needed here: send the header Authorization: Bearer <key>.")
@@ -74,10 +81,16 @@ class Authenticator:
 
     def principal_of(self, key: str) -> Principal:
         """The caller a key belongs to; raises `AuthenticationError`. Time does not depend on the key's text."""
-        principal = self._principals.get(_digest(key))
-        if principal is None:
-            raise AuthenticationError("This key is not known here. Check the key the server was started with.")
-        return principal
+        record = self._tenants.recognise(key)
+        return Principal(record.tenant, record.id)
+
+    def authenticate_admin(self, scope: ASGIScope) -> None:
+        """Raise `AuthenticationError` unless the scope carries the admin key, as a bearer key and in no other way."""
+        key = _bearer(scope)
+        if key is None or self._admin is None or not hmac.compare_digest(_digest(key), self._admin):
+            raise AuthenticationError(
+                "The admin key is needed here: send the header Authorization: Bearer <admin key>."
+            )
 
     def has_cookie(self, scope: ASGIScope) -> bool:
         """Whether a session cookie was sent at all, valid or not."""
@@ -85,9 +98,9 @@ class Authenticator:
 
     def log_in(self, key: str) -> str:
         """Open a session for a key and return its opaque token; raises `AuthenticationError`."""
-        principal = self.principal_of(key)
+        record = self._tenants.recognise(key)
         token = secrets.token_urlsafe(32)
-        self._sessions[_digest(token)] = (time.monotonic() + SESSION_SECONDS, principal)
+        self._sessions[_digest(token)] = (time.monotonic() + SESSION_SECONDS, record.id)
         while len(self._sessions) > MAX_SESSIONS:
             self._sessions.popitem(last=False)
         return token
@@ -103,7 +116,18 @@ class Authenticator:
         entry = self._sessions.get(_digest(token)) if token is not None else None
         if entry is None or entry[0] < time.monotonic():
             return None
-        return entry[1]
+        record = self._tenants.key(entry[1])  # still good?
+        return Principal(record.tenant, record.id)
+
+
+def _bearer(scope: ASGIScope) -> str | None:
+    authorization = header(scope, b"authorization")
+    if authorization is None:
+        return None
+    scheme, _, key = authorization.partition(" ")
+    if scheme.lower() != "bearer" or not key.strip():
+        raise AuthenticationError("The Authorization header must read: Bearer <key>.")
+    return key.strip()
 
 
 def _digest(secret: str) -> bytes:

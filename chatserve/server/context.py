@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from chatserve.server.generation import GenerationService
     from chatserve.server.metrics import ServerMetrics
     from chatserve.server.origin import OriginPolicy
+    from chatserve.tenancy.registry import TenantRegistry
 
 
 class Lifecycle:
@@ -54,6 +55,7 @@ class ServerContext:
     config: Config
     engine: EngineClient
     service: GenerationService
+    tenants: TenantRegistry
     origins: OriginPolicy
     auth: Authenticator
     metrics: ServerMetrics
@@ -66,9 +68,13 @@ class ServerContext:
         return self.config.engine.model.name
 
     def scopes_for(self, principal: Principal, salt: str = "") -> tuple[Scope, ...]:
-        """Cache scopes a caller may see, its own (where it publishes) last.
+        """Cache scopes a caller may see: public, its groups', and last its own, where it publishes.
 
         The owner is the authenticated tenant; ``salt`` comes from the client and can only narrow.
-        Raises `EngineUnavailableError` while no engine has told which weights it runs.
+
+        Raises:
+            EngineUnavailableError: no engine has told yet which weights it runs.
+            AuthenticationError: the tenant is gone.
         """
-        return (self.service.tenant_scope(principal.tenant, salt),)
+        scope, groups = self.service.scope, self.tenants.tenant(principal.tenant).groups
+        return (scope("public"), *(scope("group", group) for group in groups), scope("tenant", principal.tenant, salt))

@@ -21,6 +21,7 @@ from chatserve.errors import (
     NotFoundError,
     PermissionDeniedError,
     QueueFullError,
+    RateLimitError,
     RequestTimeoutError,
     RequestTooLargeError,
     UnsupportedMediaTypeError,
@@ -36,6 +37,7 @@ STATUS: dict[type[ChatserveError], int] = {
     RequestTooLargeError: 413,
     UnsupportedMediaTypeError: 415,
     QueueFullError: 429,
+    RateLimitError: 429,
     ChatserveError: 500,
     EngineUnavailableError: 503,
     DrainingError: 503,
@@ -87,6 +89,8 @@ def error_response(error: ChatserveError) -> Response:
     if error.retry_after is not None:
         headers["retry-after"] = str(math.ceil(error.retry_after))
         headers["retry-after-ms"] = str(math.ceil(error.retry_after * 1000))
+    elif status == 429:
+        headers["x-should-retry"] = "false"  # waiting a little cannot help
     if status == 401:
         headers["www-authenticate"] = "Bearer"
     if isinstance(error, DrainingError):

@@ -1,8 +1,8 @@
 """One `Generation` per request, whatever the transport.
 
-`GenerationService` admits requests (or refuses them before anything is enqueued), renders chats and remembers
-answers; a `Generation` is the consumer's end of one accepted request. Knows nothing of HTTP, SSE or WebSocket;
-both the HTTP routes and the WebSocket call it. Text is made in `chatserve.server.output_processor`.
+`GenerationService` admits requests (or refuses them before anything is enqueued), renders chats, remembers answers
+and books what tenants use; a `Generation` is the consumer's end of one accepted request. Knows nothing of HTTP, SSE or
+WebSocket; both the HTTP routes and the WebSocket call it. Text is made in `chatserve.server.output_processor`.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import secrets
 import time
 from array import array
 from collections.abc import Sequence
+from typing import Literal
 
 import msgspec
 
@@ -26,9 +27,11 @@ from chatserve.errors import (
     GenerationFailedError,
     InvalidRequestError,
     QueueFullError,
+    RateLimitError,
 )
 from chatserve.sampling_params import SamplingParams
 from chatserve.scope import Scope
+from chatserve.server.auth import Principal
 from chatserve.server.context import Lifecycle
 from chatserve.server.metrics import ServerMetrics
 from chatserve.server.output_processor import (
@@ -42,6 +45,10 @@ from chatserve.server.output_processor import (
     TopLogprob,
     Usage,
 )
+from chatserve.tenancy.directory import key_revoked
+from chatserve.tenancy.registry import Admission, TenantRegistry
+from chatserve.tenancy.tenant import MAX_PRIORITY_CLASS, Tenant
+from chatserve.tenancy.usage import Usage as TenantUsage
 from chatserve.text.answer_memory import AnswerMemory
 from chatserve.text.chat_template import ChatMessage, ChatTemplate, RenderedPrompt
 from chatserve.text.stop_strings import StopAutomaton
@@ -66,26 +73,34 @@ OFF_LOOP_CHARS = 32 * 1024
 OFF_LOOP_MESSAGES = 64
 """Longer texts and conversations are rendered and encoded in a thread, so that no stream waits for them."""
 
+UNSTATED_OUTPUT_TOKENS = 512
+"""Reserved from a tenant's tokens for an output whose length the request leaves open, until its end."""
+
 
 class GenerationRequest(msgspec.Struct, kw_only=True):
     """One prompt and how to continue it.
 
     Attributes:
         prompt_ids: int32 token ids.
+        principal: who asks, and is limited and charged.
         stop: texts that end the output, shared by all its choices; cut unless ``include_stop_str_in_output``.
         scopes: cache scopes the caller may see, its own last.
         patience: seconds it may wait for its start; ``None`` for as long as it takes.
         continues_prompt: the output goes on from the prompt's text (a completion), and is no answer of its own
             (a chat) whose ids a later turn may quote.
+        priority: lower runs first, within the tenant's class.
+        flex: content with one class below the tenant's.
     """
 
     prompt_ids: bytes
     sampling: SamplingParams
     scopes: tuple[Scope, ...]
+    principal: Principal = Principal()
     stop: StopAutomaton | None = None
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     priority: int = 0
+    flex: bool = False
     patience: float | None = None
     continues_prompt: bool = False
 
@@ -104,12 +119,19 @@ class Generation:
 
     Attributes:
         timings: when it arrived, started, got its first token and ended.
+        admission: its claim on its tenant's limits.
     """
 
     def __init__(
-        self, service: GenerationService, request: GenerationRequest, output: OutputProcessor, stream: EngineStream
+        self,
+        service: GenerationService,
+        request: GenerationRequest,
+        output: OutputProcessor,
+        stream: EngineStream,
+        admission: Admission,
     ) -> None:
         self.request = request
+        self.admission = admission
         self.timings = Timings(arrived=time.monotonic())
         self._service = service
         self._stream = stream
@@ -188,6 +210,7 @@ class Generation:
         out = output.process(events, now)
         if self.timings.started is None and (output.usage.completion_tokens or out):
             self.timings.started = now
+            self.admission.start()
         if not had_tokens and output.usage.completion_tokens:
             self.timings.first_token = now
         if output.failure is not None:
@@ -238,6 +261,7 @@ class GenerationService:
 
     Attributes:
         tokenizer, template: of the model, loaded in this process.
+        tenants: whose limits admit and whose ledger books.
         lifecycle: while it drains, nothing is admitted.
     """
 
@@ -248,12 +272,14 @@ class GenerationService:
         template: ChatTemplate,
         answers: AnswerMemory,
         config: Config,
+        tenants: TenantRegistry,
         *,
         metrics: ServerMetrics,
         lifecycle: Lifecycle,
     ) -> None:
         self.tokenizer = tokenizer
         self.template = template
+        self.tenants = tenants
         self.metrics = metrics
         self.lifecycle = lifecycle
         self._engine = engine
@@ -261,6 +287,7 @@ class GenerationService:
         self._max_queued = config.engine.scheduler.max_num_queued_reqs
         self._running: set[Generation] = set()
         self._longest_token: int | None = None
+        tenants.on_revoked(self._end_revoked)
 
     @property
     def num_running(self) -> int:
@@ -278,30 +305,78 @@ class GenerationService:
         info = self.engine_info()
         return min(info.max_model_len, info.max_tokens_in_pool)
 
-    def tenant_scope(self, tenant: str, salt: str = "") -> Scope:
-        """The private cache scope of a tenant. Raises `EngineUnavailableError` while the weights are unknown."""
-        return Scope("tenant", tenant, self.engine_info().weights_revision, self.tokenizer.revision, salt)
+    def scope(self, kind: Literal["public", "group", "tenant"], owner: str = "", salt: str = "") -> Scope:
+        """A cache scope of the served model. Raises `EngineUnavailableError` while the weights are unknown."""
+        return Scope(kind, owner, self.engine_info().weights_revision, self.tokenizer.revision, salt)
+
+    def check_tenant(self, principal: Principal) -> None:
+        """Refuse early, before a prompt is rendered, what the tenant's limits will certainly refuse; see `start`."""
+        try:
+            self.tenants.check(principal.tenant)
+        except (RateLimitError, QueueFullError) as error:
+            self.metrics.rejections[error.code] += 1
+            raise
 
     def start(self, request: GenerationRequest) -> Generation:
-        """Admit one request and hand it to the engine.
+        """Admit one request and hand it to the engine; see `start_all`."""
+        (generation,) = self.start_all([request])
+        return generation
+
+    def start_all(self, requests: Sequence[GenerationRequest]) -> list[Generation]:
+        """Admit requests of one caller and hand them to the engine: all of them or none.
 
         Raises, before anything is enqueued:
             DrainingError, EngineUnavailableError: not now.
-            QueueFullError: the waiting queue is at its limit.
+            QueueFullError: the waiting queue, or the tenant's part of it, is at its limit.
+            RateLimitError: another limit of the tenant is reached.
             ContextLengthError: prompt and output can never fit, with the numbers.
             InvalidRequestError: an empty prompt, or a sampling parameter out of range.
+            AuthenticationError: the tenant is gone.
         """
-        self.check_admission(request)
+        for request in requests:
+            self._check(request)
+        tenant = self.tenants.tenant(requests[0].principal.tenant)
+        try:
+            self._check_queue(len(requests))
+            admissions = self.tenants.admit(tenant.name, [self._cost(request) for request in requests])
+        except (RateLimitError, QueueFullError) as error:
+            self.metrics.rejections[error.code] += 1
+            raise
+        generations: list[Generation] = []
+        try:
+            for request, admission in zip(requests, admissions, strict=True):
+                generations.append(self._submit(request, tenant, admission))
+        except BaseException:
+            for generation in generations:
+                generation.cancel()
+            for admission in admissions:
+                admission.settle(0)
+            raise
+        return generations
+
+    def _submit(self, request: GenerationRequest, tenant: Tenant, admission: Admission) -> Generation:
         sampling = request.sampling
         if sampling.seed is None:
             sampling = msgspec.structs.replace(sampling, seed=secrets.randbits(63))
         output = self._output_processor(request)
         stream = self._engine.submit(
-            request.prompt_ids, sampling, scopes=request.scopes, priority=request.priority, priority_class=0
+            request.prompt_ids,
+            sampling,
+            scopes=request.scopes,
+            priority=request.priority,
+            priority_class=min(tenant.priority_class + request.flex, MAX_PRIORITY_CLASS),
         )
-        generation = Generation(self, request, output, stream)
+        generation = Generation(self, request, output, stream, admission)
         self._running.add(generation)
         return generation
+
+    def _cost(self, request: GenerationRequest) -> int:
+        """Tokens that a request may use, for its tenant's limits."""
+        prompt = len(request.prompt_ids) // INT32_BYTES
+        output = request.sampling.max_tokens
+        if output is None:
+            output = min(UNSTATED_OUTPUT_TOKENS, self.context_length() - prompt)
+        return prompt + request.sampling.n * output
 
     def _output_processor(self, request: GenerationRequest) -> OutputProcessor:
         options = OutputOptions(
@@ -319,17 +394,19 @@ class GenerationService:
             observe_gap=self.metrics.observe_token_gap,
         )
 
-    def check_admission(self, request: GenerationRequest, more: int = 0) -> None:
-        """The checks of `start` alone, for a request that brings ``more`` others along."""
+    def _check(self, request: GenerationRequest) -> None:
         if self.lifecycle.draining:
             raise DrainingError("The server is shutting down. Send the request again shortly.", retry_after=5.0)
         info = self.engine_info()
         request.sampling.validate(info.vocab_size)
         self._check_length(request)
-        if self._engine.num_waiting + more >= self._max_queued:
-            self.metrics.rejections["queue_full"] += 1
+
+    def _check_queue(self, count: int) -> None:
+        waiting = self._engine.num_waiting
+        if waiting + count > self._max_queued:
             raise QueueFullError(
-                f"{self._engine.num_waiting} requests are waiting, the most this server queues. Try again shortly.",
+                f"{waiting} requests are waiting, and this server queues {self._max_queued} at most. "
+                "Try again shortly.",
                 retry_after=1.0,
             )
 
@@ -398,11 +475,19 @@ class GenerationService:
         """A generation has ended; only `Generation` calls this."""
         self._running.discard(generation)
         self.metrics.observe_generation(generation, reason)
+        usage = _tenant_usage(generation, reason)
+        generation.admission.settle(usage.billed_tokens)
+        self.tenants.ledger.book(generation.request.principal.tenant, usage)
 
     def fail_all(self, error: ChatserveError) -> None:
         """End every running generation with an error its client gets to see."""
         for generation in list(self._running):
             generation.fail(error)
+
+    def _end_revoked(self, key_ids: frozenset[str]) -> None:
+        for generation in list(self._running):
+            if generation.request.principal.key_id in key_ids:
+                generation.fail(key_revoked())
 
     def _recall(self, messages: Sequence[ChatMessage], scope: Scope) -> list[ChatMessage]:
         known = []
@@ -413,6 +498,25 @@ class GenerationService:
                     message = msgspec.structs.replace(message, token_ids=ids)
             known.append(message)
         return known
+
+
+def _tenant_usage(generation: Generation, reason: str) -> TenantUsage:
+    """What an ended generation adds to its tenant's sums; one that never started used nothing but time."""
+    times, usage = generation.timings, generation.usage
+    finished = times.finished or times.arrived
+    started = times.started
+    return TenantUsage(
+        requests_completed=reason in ("stop", "length"),
+        requests_cancelled=reason == "abort",
+        requests_failed=reason == "error",
+        prompt_tokens=usage.prompt_tokens if started is not None else 0,
+        cached_tokens=usage.cached_tokens,
+        computed_tokens=usage.prompt_tokens - usage.cached_tokens if started is not None else 0,
+        generated_tokens=usage.completion_tokens,
+        delivered_tokens=usage.completion_tokens,
+        queue_seconds=(finished if started is None else started) - times.arrived,
+        run_seconds=0.0 if started is None else finished - started,
+    )
 
 
 def _longest_token(tokenizer: Tokenizer) -> int:

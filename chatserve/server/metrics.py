@@ -1,15 +1,16 @@
 """Prometheus series under vLLM's names, for what exists here.
 
 Gauges and engine counters are read from the engine's last `EngineStats` snapshot; latency histograms are made in
-this process, on the event loop only, so they take no locks and cost well under a microsecond per value. Never
-labelled by tenant, session or anything a client chooses. `chatserve.server.routes.operations` renders them.
+this process, on the event loop only, so they take no locks and cost well under a microsecond per value. Labels are
+never anything a client chooses; tenants' come bounded from their ledger. `chatserve.server.routes.operations` renders
+them.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry
@@ -18,6 +19,7 @@ from prometheus_client.exposition import generate_latest
 from prometheus_client.registry import Collector
 
 from chatserve.engine.protocol import EngineStats
+from chatserve.tenancy.usage import Usage
 
 if TYPE_CHECKING:
     from chatserve.server.generation import Generation
@@ -71,6 +73,19 @@ COUNTERS = {
     "chatserve:engine_busy_seconds": ("Time spent in engine steps.", "busy_seconds"),
 }
 """Counter (without ``_total``) to help text and field of `EngineStats`."""
+
+
+TENANT_COUNTERS = {
+    "requests": (
+        "Requests of a tenant, by how they ended.",
+        "outcome",
+        ("completed", "cancelled", "failed", "rejected"),
+    ),
+    "tokens": ("Tokens of a tenant.", "kind", ("prompt", "cached", "computed", "generated", "delivered")),
+    "seconds": ("Time of a tenant's requests in the queue and running.", "phase", ("queue", "run")),
+    "kv_block_seconds": ("KV blocks of a tenant times seconds.", "tier", ("device", "host")),
+}
+"""Counter (``chatserve:tenant_…``) to help text, label beside the tenant's, and its values."""
 
 
 class Histogram:
@@ -157,10 +172,13 @@ class ServerMetrics:
             self.http_seconds[handler] = Histogram(HTTP_EDGES)
         self.http_seconds[handler].observe(seconds)
 
-    def render(self, stats: EngineStats, *, model_name: str, config_info: dict[str, str]) -> bytes:
-        """The text exposition of everything, with the engine's last snapshot."""
+    def render(
+        self, stats: EngineStats, tenants: Mapping[str, Usage], *, model_name: str, config_info: dict[str, str]
+    ) -> bytes:
+        """The text exposition of everything, with the engine's last snapshot and tenants' sums by label."""
         registry = CollectorRegistry()
         registry.register(_Snapshot(self._families(self._monotone(stats), stats, model_name, config_info)))
+        registry.register(_Snapshot(_tenant_families(tenants)))
         return generate_latest(registry)
 
     def _observe(self, name: str, value: float) -> None:
@@ -219,6 +237,25 @@ class ServerMetrics:
         for handler, histogram in sorted(self.http_seconds.items()):
             seconds.add_metric([handler], histogram.buckets(), histogram.sum)
         yield seconds
+
+
+def _tenant_families(tenants: Mapping[str, Usage]) -> Iterator[Metric]:
+    for name, (text, label, values) in TENANT_COUNTERS.items():
+        family = CounterMetricFamily(f"chatserve:tenant_{name}", text, labels=["tenant", label])
+        for tenant, usage in sorted(tenants.items()):
+            for value in values:
+                family.add_metric([tenant, value], getattr(usage, _field(name, value)))
+        yield family
+
+
+def _field(counter: str, value: str) -> str:
+    """The field of `Usage` behind one series."""
+    return {
+        "requests": f"requests_{value}",
+        "tokens": f"{value}_tokens",
+        "seconds": f"{value}_seconds",
+        "kv_block_seconds": f"{value}_block_seconds",
+    }[counter]
 
 
 class _Snapshot(Collector):

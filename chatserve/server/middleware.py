@@ -1,12 +1,14 @@
 """The server's outer wall, as pure ASGI: ids, Host and Origin, keys, CORS, errors, the request log.
 
 Everything is decided from ``scope["path"]`` and raw headers, never from a reconstructed URL. What is not on the
-short list of open paths needs a key. WebSocket scopes get the Host and Origin check here and authenticate in
-`chatserve.server.websocket`, which can explain itself to a browser. `chatserve.server.app` installs it.
+short list of open paths needs a key, and under ``/admin/`` the admin key. WebSocket scopes get the Host and Origin
+check here and authenticate in `chatserve.server.websocket`, which can explain itself to a browser.
+`chatserve.server.app` installs it.
 """
 
 from __future__ import annotations
 
+import math
 import re
 import secrets
 import time
@@ -18,16 +20,20 @@ import structlog
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from chatserve.errors import ChatserveError
+from chatserve.errors import AuthenticationError, ChatserveError
 from chatserve.server.auth import Principal
 from chatserve.server.body import ClientGoneError
 from chatserve.server.client_hints import is_retry, read_patience
 from chatserve.server.context import ServerContext
 from chatserve.server.errors import error_response, internal_error
 from chatserve.server.origin import header
+from chatserve.tenancy.limits import MeterStatus
+from chatserve.tenancy.tenant import DEFAULT_TENANT
 
 OPEN_PATHS = frozenset({"/livez", "/readyz", "/health", "/ui/login", "/ui/logout"})
 """Answered without a key, beside the page's own files."""
+
+ADMIN_PREFIX = "/admin/"
 
 QUIET_PATHS = frozenset({"/livez", "/readyz", "/health", "/metrics"})
 """Asked every few seconds by machines: their log lines are debug."""
@@ -35,9 +41,16 @@ QUIET_PATHS = frozenset({"/livez", "/readyz", "/health", "/metrics"})
 CLIENT_GONE = 499
 """Logged, never sent: the client left before its answer."""
 
+EXPOSED_HEADERS = (
+    b"x-request-id, openai-processing-ms, retry-after, retry-after-ms, x-should-retry, "
+    b"x-ratelimit-limit-requests, x-ratelimit-remaining-requests, x-ratelimit-reset-requests, "
+    b"x-ratelimit-limit-tokens, x-ratelimit-remaining-tokens, x-ratelimit-reset-tokens"
+)
+"""What pages of allowed foreign origins may read of a response."""
+
 INFO_KEY = "chatserve.request"
 _REQUEST_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
-_METHODS = frozenset({"GET", "HEAD", "POST", "OPTIONS"})
+_METHODS = frozenset({"GET", "HEAD", "POST", "PATCH", "DELETE", "OPTIONS"})
 _FIELD_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _MAX_FIELDS_NAMED = 8
 
@@ -49,6 +62,8 @@ class RequestInfo:
     Attributes:
         request_id: the client's where it is short and harmless, else 128 random bits; an echo, never a key.
         principal: the caller, set before a handler runs on any path that needs a key.
+        is_admin: the caller showed the admin key.
+        is_limited: what is asked counts against the tenant's limits, and the response says how much is left.
         tokens: (prompt, cached, output) counts a handler leaves for the log line.
         ignored: fields of the body that a handler did not know; the client is told in a ``Warning`` header.
         patience: seconds until the client gives up waiting for a first answer, where it says so.
@@ -57,6 +72,8 @@ class RequestInfo:
     request_id: str
     started: float
     principal: Principal
+    is_admin: bool = False
+    is_limited: bool = False
     tokens: tuple[int, int, int] | None = None
     ignored: tuple[str, ...] = ()
     patience: float | None = None
@@ -65,6 +82,12 @@ class RequestInfo:
 def request_info(scope: Scope) -> RequestInfo:
     """The `RequestInfo` of an HTTP scope that came through `EdgeMiddleware`."""
     return cast(RequestInfo, scope[INFO_KEY])
+
+
+def require_admin(scope: Scope) -> None:
+    """Second lock of the operator's handlers, should a path ever reach one without passing the first."""
+    if not request_info(scope).is_admin:
+        raise AuthenticationError("The admin key is needed here.")
 
 
 class EdgeMiddleware:
@@ -117,6 +140,7 @@ class EdgeMiddleware:
                     (b"x-request-id", request_id.encode()),
                     (b"openai-processing-ms", b"%d" % spent),
                     (b"x-content-type-options", b"nosniff"),
+                    *self._limit_headers(info),
                     *cors,
                     *_warning(info.ignored),
                 ]
@@ -144,9 +168,19 @@ class EdgeMiddleware:
         if scope["method"] == "OPTIONS" and header(scope, b"access-control-request-method") is not None:
             return Response(status_code=204)
         path = scope["path"]
-        if path not in OPEN_PATHS and path not in self._files:
+        if path.startswith(ADMIN_PREFIX):
+            self._context.auth.authenticate_admin(scope)
+            info.is_admin = True
+        elif path not in OPEN_PATHS and path not in self._files:
             info.principal = self._context.auth.authenticate(scope)
         return None
+
+    def _limit_headers(self, info: RequestInfo) -> list[tuple[bytes, bytes]]:
+        """OpenAI's: what is left of the tenant's limits per minute, and when they are whole again."""
+        if not info.is_limited:
+            return []
+        status = self._context.tenants.status(info.principal.tenant)
+        return [*_meter_headers("requests", status.requests), *_meter_headers("tokens", status.tokens)]
 
     def _cors_headers(self, scope: Scope) -> list[tuple[bytes, bytes]]:
         """For pages of allowed foreign origins: they send keys, never cookies, so no credentials."""
@@ -157,7 +191,7 @@ class EdgeMiddleware:
             (b"access-control-allow-origin", origin.encode("latin-1")),
             (b"access-control-allow-methods", b"GET, POST"),
             (b"access-control-allow-headers", b"authorization, content-type, x-request-id"),
-            (b"access-control-expose-headers", b"x-request-id, openai-processing-ms, retry-after, retry-after-ms"),
+            (b"access-control-expose-headers", EXPOSED_HEADERS),
             (b"access-control-max-age", b"600"),
             (b"vary", b"origin"),
         ]
@@ -171,6 +205,8 @@ class EdgeMiddleware:
         fields: dict[str, object] = {}
         if info.tokens is not None:
             fields = dict(zip(("prompt_tokens", "cached_tokens", "completion_tokens"), info.tokens, strict=True))
+        if info.principal.tenant != DEFAULT_TENANT:
+            fields["tenant"] = info.principal.tenant
         log = self._log.debug if path in QUIET_PATHS else self._log.info
         log(
             "request",
@@ -181,6 +217,25 @@ class EdgeMiddleware:
             ms=round(seconds * 1000, 1),
             **fields,
         )
+
+
+def _meter_headers(what: str, meter: MeterStatus | None) -> list[tuple[bytes, bytes]]:
+    if meter is None:
+        return []
+    return [
+        (f"x-ratelimit-limit-{what}".encode(), b"%d" % meter.limit),
+        (f"x-ratelimit-remaining-{what}".encode(), b"%d" % meter.remaining),
+        (f"x-ratelimit-reset-{what}".encode(), _duration(meter.reset)),
+    ]
+
+
+def _duration(seconds: float) -> bytes:
+    """As OpenAI writes it: ``850ms``, ``12s``, ``6m0s``; rounded up."""
+    milliseconds = math.ceil(seconds * 1000)
+    if milliseconds < 1000:
+        return b"%dms" % milliseconds
+    minutes, rest = divmod(math.ceil(seconds), 60)
+    return b"%dm%ds" % (minutes, rest) if minutes else b"%ds" % rest
 
 
 def _warning(ignored: tuple[str, ...]) -> list[tuple[bytes, bytes]]:

@@ -73,13 +73,13 @@ class OriginPolicy:
         )
 
 
-def check_bind(config: ServerConfig) -> None:
+def check_bind(config: ServerConfig, *, has_tenants: bool = False) -> None:
     """Raise `ConfigError` when anything but loopback would be served without keys."""
-    if config.api_keys or config.uds is not None or is_loopback(config.host):
+    if config.api_keys or has_tenants or config.uds is not None or is_loopback(config.host):
         return
     raise ConfigError(
         f"Refusing to listen on {config.host or 'all addresses'} without keys: anybody who can reach it could use it. "
-        "Add --api-key KEY (or CHATSERVE_API_KEY), or listen on 127.0.0.1."
+        "Add --api-key KEY (or CHATSERVE_API_KEY), make tenants (`chatserve tenants`), or listen on 127.0.0.1."
     )
 
 

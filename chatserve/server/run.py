@@ -8,6 +8,7 @@ engine: whoever calls `serve` has started the `EngineClient` and closes it after
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import socket
 import stat
@@ -31,6 +32,7 @@ from chatserve.server.log_setup import configure_logging
 from chatserve.server.metrics import ServerMetrics
 from chatserve.server.origin import OriginPolicy, check_bind
 from chatserve.server.ws_transport import WebSocketProtocol
+from chatserve.tenancy.registry import TenantRegistry, open_registry, open_tenants
 from chatserve.text.answer_memory import AnswerMemory
 from chatserve.text.chat_template import ChatTemplate
 from chatserve.text.tokenizer import Tokenizer
@@ -44,25 +46,33 @@ GOODBYE_SECONDS = 5
 """After the drain: how long the last bytes of running responses get to leave."""
 
 
-async def serve(config: Config, engine: EngineClient, *, on_listening: Callable[[str], None] | None = None) -> None:
+async def serve(
+    config: Config,
+    engine: EngineClient,
+    *,
+    tenants: TenantRegistry | None = None,
+    on_listening: Callable[[str], None] | None = None,
+) -> None:
     """Serve until SIGTERM or SIGINT, then drain; returns when everything has ended.
 
     Args:
         engine: started, ready or not; `/readyz` tells.
+        tenants: closed at the end; opened as the configuration says where not given.
         on_listening: called with the server's URL once connections are accepted.
 
     Raises:
-        ConfigError: an address that may not or cannot be bound.
+        ConfigError: an address that may not or cannot be bound, or a database or file of tenants that cannot be used.
         ModelLoadError: the model folder has no usable tokenizer or chat template.
     """
-    check_bind(config.server)
+    tenants = tenants or open_tenants(config, os.environ)
+    check_bind(config.server, has_tenants=tenants.keys_required)
     configure_logging(config.server)
     listener = bind(config.server)
     try:
         folder = Path(config.engine.model.path)
         tokenizer = await asyncio.to_thread(Tokenizer.from_folder, folder)
         template = await asyncio.to_thread(ChatTemplate.from_folder, folder, tokenizer)
-        context = build_context(config, engine, tokenizer, template)
+        context = build_context(config, engine, tokenizer, template, tenants)
         server = DrainingServer(context)
         if on_listening is not None:
             on_listening(url_of(listener))
@@ -71,18 +81,26 @@ async def serve(config: Config, engine: EngineClient, *, on_listening: Callable[
         listener.close()
 
 
-def build_context(config: Config, engine: EngineClient, tokenizer: Tokenizer, template: ChatTemplate) -> ServerContext:
-    """All parts of one server."""
+def build_context(
+    config: Config,
+    engine: EngineClient,
+    tokenizer: Tokenizer,
+    template: ChatTemplate,
+    tenants: TenantRegistry | None = None,
+) -> ServerContext:
+    """All parts of one server; without ``tenants`` it keeps no state and knows the configured API keys only."""
     metrics, lifecycle = ServerMetrics(), Lifecycle()
+    tenants = tenants or open_registry(api_keys=config.server.api_keys)
     service = GenerationService(
-        engine, tokenizer, template, AnswerMemory(), config, metrics=metrics, lifecycle=lifecycle
+        engine, tokenizer, template, AnswerMemory(), config, tenants, metrics=metrics, lifecycle=lifecycle
     )
     return ServerContext(
         config=config,
         engine=engine,
         service=service,
+        tenants=tenants,
         origins=OriginPolicy(config.server),
-        auth=Authenticator(config.server),
+        auth=Authenticator(tenants, config.tenancy.admin_api_key),
         metrics=metrics,
         lifecycle=lifecycle,
         created=int(time.time()),
@@ -163,6 +181,16 @@ class DrainingServer(uvicorn.Server):
         self._context = context
         self._drain_until: float | None = None
         self._log = structlog.get_logger("chatserve.server")
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Follow the tenants from the first request on."""
+        await self._context.tenants.start()
+        await super().startup(sockets)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Every stream has ended when this returns, and its use is in the books."""
+        await super().shutdown(sockets)
+        await self._context.tenants.close()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Signal handler. Unlike uvicorn's it does not raise the signal again at the end: a drain exits with 0."""

@@ -14,7 +14,7 @@ import structlog
 from starlette.routing import WebSocketRoute
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
-from chatserve.errors import AuthenticationError, ChatserveError, InvalidRequestError, QueueFullError
+from chatserve.errors import AuthenticationError, ChatserveError, InvalidRequestError, QueueFullError, RateLimitError
 from chatserve.server import ws_protocol as wire
 from chatserve.server.errors import error_response
 from chatserve.server.origin import header
@@ -49,7 +49,8 @@ class _Endpoint:
         self._context = context
         self._hub = hub
         self._limits = limits
-        self._num_open = 0
+        self._open: set[Connection] = set()
+        context.tenants.on_revoked(self._end_revoked)
         self._log = structlog.get_logger("chatserve.websocket")
 
     async def serve(self, websocket: WebSocket) -> None:
@@ -65,17 +66,17 @@ class _Endpoint:
         except ChatserveError as error:
             await websocket.send_denial_response(error_response(error))
             return
-        self._num_open += 1
         began = time.monotonic()
         fail = fail_function(websocket.scope) or _leave
         connection = Connection(websocket, self._context, self._hub, principal, self._limits, fail)
+        self._open.add(connection)
         try:
             await websocket.accept(wire.SUBPROTOCOL)
             await connection.run()
         except WebSocketDisconnect:
             pass  # it left during the handshake
         finally:
-            self._num_open -= 1
+            self._open.discard(connection)
             seconds = round(time.monotonic() - began, 1)
             self._log.info("websocket", connection=connection.id, commands=connection.num_commands, seconds=seconds)
 
@@ -85,9 +86,21 @@ class _Endpoint:
                 f"Offer the subprotocol {wire.SUBPROTOCOL} (Sec-WebSocket-Protocol).", code="subprotocol_required"
             )
         principal = self._context.auth.authenticate(websocket.scope)
-        if self._num_open >= self._context.config.server.max_websocket_connections:
-            raise QueueFullError(f"{self._num_open} WebSockets are open, the most this server keeps.", retry_after=5.0)
+        if len(self._open) >= self._context.config.server.max_websocket_connections:
+            raise QueueFullError(f"{len(self._open)} WebSockets are open, the most this server keeps.", retry_after=5.0)
+        most = self._context.tenants.tenant(principal.tenant).limits.max_connections
+        if most is not None and sum(other.principal.tenant == principal.tenant for other in self._open) >= most:
+            raise RateLimitError(
+                f"{most} WebSockets of this tenant are open, the most it may have. Close one.",
+                code="concurrency_limit",
+                retry_after=5.0,
+            )
         return principal
+
+    def _end_revoked(self, key_ids: frozenset[str]) -> None:
+        for connection in self._open:
+            if connection.principal.key_id in key_ids:
+                connection.revoke()
 
 
 async def _accept_and_refuse(websocket: WebSocket, error: ChatserveError) -> None:

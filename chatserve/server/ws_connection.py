@@ -25,6 +25,7 @@ from chatserve.server.ws_generation import LiveGeneration
 from chatserve.server.ws_protocol import Close
 from chatserve.server.ws_writer import MAX_PENDING_BYTES, SlowConsumerError, Writer
 from chatserve.sessions.conversation import new_id
+from chatserve.tenancy.directory import key_revoked
 
 if TYPE_CHECKING:
     from chatserve.server.auth import Principal
@@ -59,6 +60,7 @@ class Connection:
 
     Attributes:
         id: names it in the log and in `Welcome`.
+        principal: whose it is.
         num_commands: frames it sent.
 
     Args:
@@ -79,7 +81,7 @@ class Connection:
         self._websocket = websocket
         self._context = context
         self._hub = hub
-        self._principal = principal
+        self.principal = principal
         self._limits = limits
         self._fail = fail
         self._writer = Writer(
@@ -89,6 +91,7 @@ class Connection:
         )
         self._answers: list[LiveGeneration] = []
         self._greeted = False
+        self._revoked = asyncio.Event()
         self._num_malformed = 0
         self._allowance = float(limits.command_burst)
         self._allowance_at = time.monotonic()
@@ -98,19 +101,26 @@ class Connection:
         reader = asyncio.create_task(self._read(), name=f"{self.id} reader")
         writer = asyncio.create_task(self._writer.run(), name=f"{self.id} writer")
         drain = asyncio.create_task(self._tell_draining(), name=f"{self.id} drain")
+        revoked = asyncio.create_task(self._leave_revoked(), name=f"{self.id} revoked")
         try:
-            await asyncio.wait({reader, writer}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({reader, writer, revoked}, return_when=asyncio.FIRST_COMPLETED)
             if writer.done():
                 self._end_of_writer(writer.exception())
+            elif revoked.done():
+                await self._end_of_reader(revoked.exception(), writer)
             else:
                 await self._end_of_reader(reader.exception(), writer)
         finally:
-            for task in (reader, writer, drain):
+            for task in (reader, writer, drain, revoked):
                 task.cancel()
             # First of all the engine is freed: what comes after may be cut short where the server is shutting down.
             self._writer.close()
             await self._hub.release(self._answers)
-            await asyncio.gather(reader, writer, drain, return_exceptions=True)
+            await asyncio.gather(reader, writer, drain, revoked, return_exceptions=True)
+
+    def revoke(self) -> None:
+        """The key that opened this socket is no longer good: say so and close. Idempotent."""
+        self._revoked.set()
 
     def _end_of_writer(self, error: BaseException | None) -> None:
         if isinstance(error, SlowConsumerError):
@@ -204,14 +214,14 @@ class Connection:
         elif not self._greeted:
             raise InvalidRequestError("Say hello first.", code="hello_required", param="type")
         elif isinstance(command, wire.ChatSend):
-            sent = await self._hub.send(self._principal, command)
+            sent = await self._hub.send(self.principal, command)
             self._writer.send(sent.ack)
             for answer in sent.answers:
                 self._writer.watch(answer)
                 self._answers.append(answer)
             self._answers = [answer for answer in self._answers if answer.terminal is None]
         else:
-            await self._hub.cancel(self._principal.tenant, command.gen)
+            await self._hub.cancel(self.principal.tenant, command.gen)
             self._writer.send(wire.Ack(command.id))
 
     def _greet(self, command: wire.Hello) -> None:
@@ -225,7 +235,7 @@ class Connection:
             wire.Welcome(
                 conn=self.id,
                 server=wire.ServerInfo("chatserve", chatserve.__version__, self._hub.boot, context.model_name),
-                tenant=self._principal.tenant,
+                tenant=self.principal.tenant,
                 limits=wire.Limits(
                     context.service.context_length() if context.engine.ready else None,
                     wire.MAX_FRAME_BYTES,
@@ -234,10 +244,15 @@ class Connection:
                 heartbeat_ms=self._limits.heartbeat_ms,
                 grace_ms=0,
                 features=[],
-                active=self._hub.active(self._principal.tenant),
+                active=self._hub.active(self.principal.tenant),
                 re=command.id,
             )
         )
+
+    async def _leave_revoked(self) -> None:
+        await self._revoked.wait()
+        self._refuse(key_revoked())
+        raise _Closing(Close.NOT_AUTHENTICATED, "key_revoked")
 
     async def _tell_draining(self) -> None:
         lifecycle = self._context.lifecycle

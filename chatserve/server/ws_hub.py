@@ -147,6 +147,7 @@ class ChatHub:
     async def _start(self, principal: Principal, command: wire.ChatSend) -> Sent:
         context = self._context
         _refuse_unimplemented(command)
+        context.service.check_tenant(principal)
         if not isinstance(command.content, str):
             raise InvalidRequestError("content is required: the text of the message.", param="content")
         params = parse_params(
@@ -161,10 +162,12 @@ class ChatHub:
             prompt_ids=rendered.token_ids,
             sampling=params.sampling,
             scopes=scopes,
+            principal=principal,
             stop=params.stop,
             include_stop_str_in_output=params.include_stop_str_in_output,
             skip_special_tokens=params.skip_special_tokens,
             priority=params.priority,
+            flex=params.flex,
         )
         try:
             generation = context.service.start(request)

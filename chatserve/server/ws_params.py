@@ -37,6 +37,7 @@ class TurnParams(msgspec.Struct, frozen=True):
     include_stop_str_in_output: bool
     skip_special_tokens: bool
     priority: int
+    flex: bool
     cache_salt: str
 
 
@@ -67,5 +68,6 @@ def parse_params(raw: msgspec.Raw, model_name: str, vocab_size: int, config: Ser
         bool(fields.include_stop_str_in_output),
         fields.skip_special_tokens is not False,
         fields.priority or 0,
+        fields.service_tier == "flex",
         fields.cache_salt or "",
     )

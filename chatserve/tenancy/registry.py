@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
+from chatserve.config import Config
 from chatserve.errors import AuthenticationError, ChatserveError, ConflictError, QueueFullError, RateLimitError
 from chatserve.tenancy.declared import Declared, declared_keys, read_declared
 from chatserve.tenancy.directory import Directory
@@ -237,6 +238,8 @@ class TenantRegistry:
             await self._task
         try:
             await self.ledger.flush()
+        except (sqlite3.Error, OSError):
+            logger.exception("the tenants' database cannot be written: the last second's usage is lost")
         finally:
             await asyncio.to_thread(self._store.close)
 
@@ -280,6 +283,17 @@ def data_home(environ: Mapping[str, str]) -> Path:
 def default_database(environ: Mapping[str, str]) -> Path:
     """The database that the command line manages and a server uses unless they are told another."""
     return data_home(environ) / "tenants.sqlite"
+
+
+def open_tenants(config: Config, environ: Mapping[str, str]) -> TenantRegistry:
+    """The tenants that a configuration names; the database in the data folder counts where it exists.
+
+    Raises `ConfigError` where one cannot be used.
+    """
+    settings, default = config.tenancy, default_database(environ)
+    database = Path(settings.database) if settings.database is not None else default if default.exists() else None
+    file = None if settings.file is None else Path(settings.file)
+    return open_registry(database=database, file=file, api_keys=config.server.api_keys, environ=environ)
 
 
 def open_registry(

@@ -31,6 +31,7 @@ class TenantLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         tokens_per_minute: prompt and output together, cached prompt tokens included.
         tokens_per_day: the same, from midnight to midnight UTC.
         max_queued: requests that have not started yet, at once.
+        max_connections: WebSockets open at once.
         kv_floor: share of the KV pool that others cannot take from its cache.
         kv_cap: share of the KV pool that it may hold at most.
     """
@@ -40,11 +41,19 @@ class TenantLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tokens_per_minute: int | None = None
     tokens_per_day: int | None = None
     max_queued: int | None = None
+    max_connections: int | None = None
     kv_floor: float = 0.0
     kv_cap: float = 1.0
 
 
-COUNT_LIMITS = ("max_concurrent", "requests_per_minute", "tokens_per_minute", "tokens_per_day", "max_queued")
+COUNT_LIMITS = (
+    "max_concurrent",
+    "requests_per_minute",
+    "tokens_per_minute",
+    "tokens_per_day",
+    "max_queued",
+    "max_connections",
+)
 
 
 class Tenant(msgspec.Struct, frozen=True, kw_only=True):

@@ -55,6 +55,7 @@ def test_every_flag_reaches_its_value() -> None:
         "server.ui": ("false", False),
         "server.log_level": ("WARN", "warning"),
         "server.log_format": ("json", "json"),
+        **{f"tenancy.{name}": ("seven", "seven") for name in ("database", "file", "admin_api_key")},
         "engine.model.name": ("m", "m"),
         "engine.model.dtype": ("half", "float16"),
         "engine.cache.block_size": ("32", 32),
@@ -220,3 +221,22 @@ def test_serve_refuses_before_it_starts_anything(arguments: list[str], said: str
     assert result.stderr.startswith("Error: ")
     assert said in result.stderr
     assert len(result.stderr.splitlines()) == 1
+
+
+def test_a_file_that_declares_tenants_is_the_tenants_file() -> None:
+    """The shipped example works by its name alone, and says where its tenants come from."""
+    loaded = settings.load({}, {}, "multi-tenant")
+    assert loaded.config.tenancy.file == str(settings.find_config("multi-tenant"))
+    assert loaded.origins["tenancy.file"].startswith("file ")
+    assert settings.load({"tenants_file": "mine.toml"}, {}, "multi-tenant").config.tenancy.file == "mine.toml"
+
+
+def test_the_admin_key_is_a_key_of_its_own() -> None:
+    """A client's key that opened the administration as well would be a trap."""
+    with pytest.raises(ConfigError, match="keys that clients use"):
+        settings.load({"api_key": ("k",), "admin_api_key": "k"}, {}, None)
+    with pytest.raises(ConfigError, match="printable"):
+        settings.load({"admin_api_key": ""}, {}, None)
+    shown = CliRunner().invoke(config_command, ["show", "--admin-api-key", "secret-of-admin"]).output
+    assert "admin_api_key" in shown
+    assert "secret-of-admin" not in shown

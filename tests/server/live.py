@@ -16,6 +16,7 @@ from typing import Any
 from chatserve.config import ServerConfig
 from chatserve.server.context import ServerContext
 from chatserve.server.run import DrainingServer, bind, build_context, url_of
+from chatserve.tenancy.registry import TenantRegistry
 from chatserve.text.chat_template import ChatTemplate
 from chatserve.text.tokenizer import Tokenizer
 from tests.fakes import FakeEngineClient, make_config
@@ -130,12 +131,19 @@ def parse_reply(data: bytes) -> Reply:
 
 @asynccontextmanager
 async def live_server(
-    folder: Path, engine: FakeEngineClient, *, max_queued: int = 1024, server: ServerConfig | None = None
+    folder: Path,
+    engine: FakeEngineClient,
+    *,
+    max_queued: int = 1024,
+    server: ServerConfig | None = None,
+    tenants: TenantRegistry | None = None,
+    admin_key: str | None = None,
 ) -> AsyncIterator[LiveServer]:
     """Serve until the block ends; then nothing may be left running."""
-    config = make_config(folder, server=server, max_queued=max_queued)
+    config = make_config(folder, server=server, max_queued=max_queued, admin_key=admin_key)
     tokenizer = Tokenizer.from_folder(folder)
-    context = build_context(config, engine, tokenizer, ChatTemplate.from_folder(folder, tokenizer))  # type: ignore[arg-type]
+    template = ChatTemplate.from_folder(folder, tokenizer)
+    context = build_context(config, engine, tokenizer, template, tenants)  # type: ignore[arg-type]
     listener = bind(config.server)
     draining = DrainingServer(context)
     task = asyncio.create_task(draining._serve([listener]))

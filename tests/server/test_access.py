@@ -15,6 +15,7 @@ from chatserve.server.app import create_app
 from chatserve.server.auth import Authenticator
 from chatserve.server.middleware import OPEN_PATHS
 from chatserve.server.origin import check_bind
+from chatserve.tenancy.registry import open_registry
 from tests.fakes import FakeEngineClient
 from tests.server.live import HI, LiveServer, Reply, live_server
 
@@ -70,7 +71,7 @@ async def test_bearer_keys(tiny_folder: Path) -> None:
 
 def test_key_check_takes_the_same_time_for_near_and_far_keys() -> None:
     """Keys are found by digest: sharing a prefix with a real one tells nothing (Welch's t)."""
-    auth = Authenticator(KEYS)
+    auth = Authenticator(open_registry(api_keys=KEYS.api_keys))
     near, far = KEY[:-1] + "x", "z" * len(KEY)
     times: dict[str, list[float]] = {near: [], far: []}
     order = [near, far] * 4000

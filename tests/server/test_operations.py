@@ -98,7 +98,7 @@ def test_counters_never_fall_when_the_engine_restarts() -> None:
     metrics = ServerMetrics()
 
     def tokens(stats: EngineStats) -> float:
-        text = metrics.render(stats, model_name="m", config_info={}).decode()
+        text = metrics.render(stats, {}, model_name="m", config_info={}).decode()
         return float(next(line for line in text.splitlines() if line.startswith("vllm:generation_tokens")).split()[-1])
 
     assert tokens(EngineStats(steps=10, generation_tokens=100)) == 100

@@ -34,9 +34,10 @@ class ChatCompletions:
     async def __call__(self, request: Request) -> Response:
         context, config = self._context, self._context.config.server
         info = request_info(request.scope)
-        body, info.ignored = parse_request(
-            await read_json_body(request, config), ChatCompletionRequest, context.model_name
-        )
+        info.is_limited = True
+        raw = await read_json_body(request, config)
+        context.service.check_tenant(info.principal)
+        body, info.ignored = parse_request(raw, ChatCompletionRequest, context.model_name)
         engine = context.service.engine_info()
         sampling = parse_sampling(body, engine.vocab_size)
         stop = parse_stop(body, config)
@@ -47,10 +48,12 @@ class ChatCompletions:
             prompt_ids=prompt.token_ids,
             sampling=sampling,
             scopes=scopes,
+            principal=info.principal,
             stop=stop,
             include_stop_str_in_output=bool(body.include_stop_str_in_output),
             skip_special_tokens=body.skip_special_tokens is not False,
             priority=body.priority or 0,
+            flex=body.service_tier == "flex",
             patience=info.patience,
         )
         answer_id, created = response_id("chatcmpl"), int(time.time())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from array import array
-from collections.abc import Sequence
 
 import msgspec
 from starlette.requests import Request
@@ -12,10 +11,10 @@ from starlette.responses import Response
 
 from chatserve.sampling_params import SamplingParams
 from chatserve.server.body import read_json_body
-from chatserve.server.completion import Outcome, cancel_all, collect, stream
+from chatserve.server.completion import Outcome, collect, stream
 from chatserve.server.context import ServerContext
 from chatserve.server.encode import ChunkEncoder, completion_logprobs, fingerprint, response_id, usage_info
-from chatserve.server.generation import Generation, GenerationRequest
+from chatserve.server.generation import GenerationRequest
 from chatserve.server.middleware import request_info
 from chatserve.server.parse import parse_prompts, parse_request, parse_sampling, parse_stop
 from chatserve.server.routes.reply import json_response
@@ -31,17 +30,22 @@ class Completions:
     async def __call__(self, request: Request) -> Response:
         context, config = self._context, self._context.config.server
         info = request_info(request.scope)
-        body, info.ignored = parse_request(await read_json_body(request, config), CompletionRequest, context.model_name)
+        info.is_limited = True
+        raw = await read_json_body(request, config)
+        context.service.check_tenant(info.principal)
+        body, info.ignored = parse_request(raw, CompletionRequest, context.model_name)
         engine = context.service.engine_info()
         sampling = parse_sampling(body, engine.vocab_size)
         template = GenerationRequest(
             prompt_ids=b"",
             sampling=sampling,
+            principal=info.principal,
             scopes=context.scopes_for(info.principal, body.cache_salt or ""),
             stop=parse_stop(body, config),
             include_stop_str_in_output=bool(body.include_stop_str_in_output),
             skip_special_tokens=body.skip_special_tokens is not False,
             priority=body.priority or 0,
+            flex=body.service_tier == "flex",
             patience=info.patience,
             continues_prompt=True,
         )
@@ -63,8 +67,8 @@ class Completions:
                 system_fingerprint=system_fingerprint,
             )
             encoder = ChunkEncoder(head, sampling.n * len(requests), options=options, logprobs=sampling.logprobs)
-            return stream(request, self._start(requests), encoder, config)
-        generations = self._start(requests)
+            return stream(request, context.service.start_all(requests), encoder, config)
+        generations = context.service.start_all(requests)
         outcomes = await collect(request, generations)
         return json_response(
             TextCompletion(
@@ -82,20 +86,6 @@ class Completions:
             await self._context.service.refuse_oversized(len(prompt))
             return await self._context.service.encode(prompt, add_special_tokens=add_special_tokens)
         return array("i", prompt).tobytes()
-
-    def _start(self, requests: Sequence[GenerationRequest]) -> list[Generation]:
-        """All or none: every prompt passes admission before the first one is enqueued."""
-        service = self._context.service
-        for request in requests:
-            service.check_admission(request, more=len(requests) - 1)
-        generations: list[Generation] = []
-        try:
-            for request in requests:
-                generations.append(service.start(request))
-        except BaseException:
-            cancel_all(generations)
-            raise
-        return generations
 
 
 def _choice(index: int, outcome: Outcome, sampling: SamplingParams) -> TextChoice:

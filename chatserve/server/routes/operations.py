@@ -54,7 +54,9 @@ class Operations:
                 "num_gpu_blocks": str(engine.num_blocks),
                 "cache_dtype": engine.dtype,
             }
-        text = context.metrics.render(context.engine.stats, model_name=context.model_name, config_info=info)
+        text = context.metrics.render(
+            context.engine.stats, context.tenants.ledger.totals(), model_name=context.model_name, config_info=info
+        )
         return Response(text, media_type=CONTENT_TYPE_PLAIN_0_0_4)
 
     def _state(self, status: str) -> Response:
