@@ -49,7 +49,7 @@ def pick_unfair_victim(batch: Batch, tenants: Tenants, head: Sequence, admitted_
     """The running sequence that loses its slot to ``head`` of the same class, because its tenant is far ahead.
 
     The tenant must be more than a quantum of virtual tokens ahead of the waiting one; of its sequences the last
-    admitted goes, but never within its own quantum of steps.
+    admitted goes, unless it was resumed after step ``admitted_before``.
     """
     counters = tenants.counters[batch.tenants[batch.order_rows()]]
     furthest = int(counters.argmax())
@@ -59,7 +59,7 @@ def pick_unfair_victim(batch: Batch, tenants: Tenants, head: Sequence, admitted_
     for sequence in reversed(batch.order):
         if sequence.request.priority_class < head.request.priority_class:
             return None
-        if sequence.request.tenant == tenant and sequence.admitted_step <= admitted_before:
+        if sequence.request.tenant == tenant and _may_lose(sequence, admitted_before):
             return sequence
     return None
 
@@ -68,12 +68,16 @@ def pick_slot_victim(order: SequenceOf[Sequence], better_than: int, admitted_bef
     """The running sequence that loses its slot to a waiting one of class ``better_than``, if any may.
 
     Only a strictly worse class loses; within the worst class the last admitted goes first, but never one that
-    was admitted after step ``admitted_before``: a resumed sequence is safe for a quantum.
+    was resumed after step ``admitted_before``: it is safe for a quantum.
     """
     candidates: Iterable[Sequence] = reversed(order)
     for sequence in candidates:
         if sequence.request.priority_class <= better_than:
             return None
-        if sequence.admitted_step <= admitted_before:
+        if _may_lose(sequence, admitted_before):
             return sequence
     return None
+
+
+def _may_lose(sequence: Sequence, admitted_before: int) -> bool:
+    return not sequence.num_preemptions or sequence.admitted_step <= admitted_before

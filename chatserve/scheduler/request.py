@@ -91,6 +91,7 @@ class Sequence:
         row: its batch row while it runs, else -1.
         admission: rises with every admission; the last admitted is the first victim.
         admitted_step: logical time of the last admission.
+        num_preemptions: how often it was sent back to the queue.
         missing: blocks it lacked when it was last refused; tried_step: when that was.
         num_overtaken: admissions that passed it while it did not fit.
     """
@@ -101,6 +102,7 @@ class Sequence:
         "choice",
         "missing",
         "num_overtaken",
+        "num_preemptions",
         "request",
         "row",
         "sampling",
@@ -124,3 +126,4 @@ class Sequence:
         self.missing = 0
         self.tried_step = 0
         self.num_overtaken = 0
+        self.num_preemptions = 0

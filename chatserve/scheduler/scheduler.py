@@ -25,7 +25,7 @@ from chatserve.scheduler.request_book import Ending, RequestBook
 from chatserve.scheduler.waiting_room import WaitingRoom
 
 QUANTUM_STEPS = 32
-"""Steps for which a sequence is safe from losing its slot after an admission."""
+"""Steps for which a resumed sequence is safe from losing its slot again."""
 
 
 class SchedulerCounters:
@@ -278,6 +278,7 @@ class Scheduler:
     def _preempt(self, sequence: Sequence) -> None:
         """Back to the queue with every token it has; its blocks stay cached while space lasts."""
         self.counters.preemptions += 1
+        sequence.num_preemptions += 1
         self._leave_batch(sequence)
         sequence.status = Status.WAITING
         self.waiting.push(sequence)
