@@ -16,7 +16,16 @@ from pathlib import Path
 
 from chatserve.config import Config, EngineConfig, ModelConfig, SchedulerConfig, ServerConfig, TenancyConfig
 from chatserve.engine.client import Delta, EngineStream
-from chatserve.engine.protocol import EngineInfo, EngineState, EngineStats, Finished, FinishReason, Started
+from chatserve.engine.protocol import (
+    EngineInfo,
+    EngineState,
+    EngineStats,
+    Finished,
+    FinishReason,
+    PurgeReply,
+    Started,
+    TenantState,
+)
 from chatserve.errors import EngineUnavailableError
 from chatserve.sampling_params import SamplingParams
 from chatserve.scheduler.output import SampleLogprobs
@@ -107,6 +116,7 @@ class Submission:
     scopes: tuple[Scope, ...]
     priority: int
     priority_class: int
+    tenant: str
     num_sent: int = 0
     aborted: bool = False
     ended: bool = False
@@ -196,6 +206,10 @@ class FakeEngineClient:
         self._streams: dict[int, FakeStream] = {}
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._callbacks: list[Callable[[bool], None]] = []
+        self._tenant_callbacks: list[Callable[[Sequence[TenantState]], None]] = []
+        self._totals: dict[str, TenantState] = {}
+        self.tenants: dict[str, tuple[float, float, float]] = {}
+        self.purged: list[str] = []
 
     async def start(self) -> None:
         """Nothing to spawn."""
@@ -220,6 +234,32 @@ class FakeEngineClient:
     def on_ready_change(self, callback: Callable[[bool], None]) -> None:
         self._callbacks.append(callback)
 
+    def on_tenants(self, callback: Callable[[Sequence[TenantState]], None]) -> None:
+        self._tenant_callbacks.append(callback)
+
+    def set_tenant(self, tenant: str, *, weight: float = 1.0, kv_floor: float = 0.0, kv_cap: float = 1.0) -> None:
+        self.tenants[tenant] = (weight, kv_floor, kv_cap)
+
+    async def purge(self, tenant: str) -> PurgeReply:
+        self.purged.append(tenant)
+        return PurgeReply(0, 0, 0)
+
+    def count(self, tenant: str, *, prompt: int = 0, cached: int = 0, generated: int = 0, blocks: int = 0) -> None:
+        """Add to a tenant's counters and report them, as the engine does."""
+        old = self._totals.get(tenant, TenantState(tenant, 0, 0, 0, 0, 0, 0, 0.0))
+        new = self._totals[tenant] = TenantState(
+            tenant,
+            old.prompt_tokens + prompt,
+            old.cached_tokens + cached,
+            old.computed_tokens + prompt - cached,
+            old.generated_tokens + generated,
+            old.device_blocks + blocks,
+            0,
+            0.0,
+        )
+        for callback in self._tenant_callbacks:
+            callback((new,))
+
     def submit(
         self,
         prompt: bytes,
@@ -228,12 +268,13 @@ class FakeEngineClient:
         scopes: tuple[Scope, ...],
         priority: int = 0,
         priority_class: int = 0,
+        tenant: str = "",
     ) -> FakeStream:
         if not self.ready:
             raise EngineUnavailableError("not ready")
         assert sampling.seed is not None
         submission = Submission(
-            len(self.submissions), array("i", prompt).tolist(), sampling, scopes, priority, priority_class
+            len(self.submissions), array("i", prompt).tolist(), sampling, scopes, priority, priority_class, tenant
         )
         self.submissions.append(submission)
         stream = FakeStream(self, submission)
@@ -259,6 +300,7 @@ class FakeEngineClient:
     def die(self, *, ready_again: bool = False) -> None:
         """Every stream ends with an error at once, as when the engine process is killed."""
         self.set_ready(False)
+        self._totals.clear()
         for stream in list(self._streams.values()):
             self._tasks[stream.submission.request_id].cancel()
             self._end(
@@ -290,6 +332,7 @@ class FakeEngineClient:
     async def _run(self, stream: FakeStream, scripts: Sequence[Script]) -> None:
         submission = stream.submission
         stream.running = True
+        self.count(submission.tenant, prompt=len(submission.prompt), cached=scripts[0].cached_tokens)
         stream.put([Started(submission.request_id, len(submission.prompt), scripts[0].cached_tokens)])
         limit = submission.sampling.max_tokens or 10**9
         position = 0
@@ -323,6 +366,7 @@ class FakeEngineClient:
 
     def _delta(self, stream: FakeStream, choice: int, token: int) -> Delta:
         stream.submission.num_sent += 1
+        self.count(stream.submission.tenant, generated=1)
         asked = stream.submission.sampling.logprobs
         logprobs = None
         if asked is not None:

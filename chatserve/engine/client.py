@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import msgspec
@@ -37,6 +37,7 @@ from chatserve.engine.protocol import (
     SetTenant,
     Started,
     StepFrame,
+    TenantState,
     ToEngine,
 )
 from chatserve.engine.supervisor import DEFAULT_LIMITS, EngineSupervisor, Limits
@@ -58,6 +59,7 @@ class Delta(msgspec.Struct, frozen=True, gc=False):
 
 Event = Started | Delta | Finished
 
+T = TypeVar("T")
 ReplyT = TypeVar("ReplyT", EngineState, PublishReply, PurgeReply, ExplainReply)
 
 
@@ -139,6 +141,7 @@ class EngineClient:
         self._info: EngineInfo | None = None
         self._ready = False
         self._ready_callbacks: list[Callable[[bool], None]] = []
+        self._tenant_callbacks: list[Callable[[Sequence[TenantState]], None]] = []
         self._mailboxes: dict[int, _Mailbox] = {}
         self._num_waiting = 0
         self._calls: dict[int, asyncio.Future[Reply]] = {}
@@ -198,6 +201,12 @@ class EngineClient:
     def on_ready_change(self, callback: Callable[[bool], None]) -> None:
         """Call ``callback(ready)`` on the event loop at every change. It must not block."""
         self._ready_callbacks.append(callback)
+
+    def on_tenants(self, callback: Callable[[Sequence[TenantState]], None]) -> None:
+        """Call ``callback(states)`` on the event loop with the tenants whose counters have changed, a few times per
+        second and whenever the engine falls idle. Counters start again from zero with each engine. It must not block.
+        """
+        self._tenant_callbacks.append(callback)
 
     # -- requests -----------------------------------------------------------------------------------------------
 
@@ -306,6 +315,8 @@ class EngineClient:
         """Hand one step's news to their streams, each stream's tokens before its end."""
         if frame.stats is not None:
             self.stats = frame.stats
+            if frame.tenants:
+                _tell(self._tenant_callbacks, frame.tenants)
         mailboxes = self._mailboxes
         for started in frame.started:
             if (mailbox := mailboxes.get(started.request_id)) is not None:
@@ -334,11 +345,7 @@ class EngineClient:
     def set_ready(self, ready: bool) -> None:
         if ready != self._ready:
             self._ready = ready
-            for callback in self._ready_callbacks:
-                try:
-                    callback(ready)
-                except Exception:  # whoever watches must not be able to break what is watched
-                    logger.exception("a callback of on_ready_change failed")
+            _tell(self._ready_callbacks, ready)
 
     def handle_lost(self) -> None:
         """The engine is gone: not ready, and every stream and call ends now."""
@@ -368,3 +375,11 @@ class EngineClient:
         if not mailbox.started:
             mailbox.started = True
             self._num_waiting -= 1
+
+
+def _tell(callbacks: Sequence[Callable[[T], None]], news: T) -> None:
+    for callback in callbacks:
+        try:
+            callback(news)
+        except Exception:  # whoever watches must not be able to break what is watched
+            logger.exception("a callback of the engine client failed")

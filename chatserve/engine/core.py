@@ -73,6 +73,7 @@ class EngineCore:
         self._scope_ids: dict[Scope, int] = {}
         self.publications = Publications(self.scheduler, self.manager)
         self.replies: list[Reply] = []
+        self._told: dict[str, TenantState] = {}
         self._refused: list[Finished] = []
         self._num_steps = 0
 
@@ -229,6 +230,12 @@ class EngineCore:
             live_requests=len(self.scheduler.requests),
             tenants=self._tenant_states(),
         )
+
+    def tenant_news(self) -> tuple[TenantState, ...]:
+        """Tenants whose state differs from what the last call returned of them."""
+        news = tuple(state for state in self._tenant_states() if self._told.get(state.tenant) != state)
+        self._told.update((state.tenant, state) for state in news)
+        return news
 
     def _tenant_states(self) -> tuple[TenantState, ...]:
         tenants, tree = self.scheduler.tenants, self.manager.tree

@@ -176,6 +176,8 @@ class StepFrame(msgspec.Struct, frozen=True, array_like=True, tag="step"):
         request_ids: int64 [m]; choices: int32 [m]; tokens: int32 [m]: one new token each.
         logprobs: aligned with ``tokens`` where any stream asked for them.
         stats: present a few times per second and whenever the engine falls idle.
+        tenants: beside ``stats``: every tenant whose state has changed since it was last told, so that sums over
+            tenants equal the counters in ``stats``.
     """
 
     step: int
@@ -186,6 +188,7 @@ class StepFrame(msgspec.Struct, frozen=True, array_like=True, tag="step"):
     started: tuple[Started, ...] = ()
     finished: tuple[Finished, ...] = ()
     stats: EngineStats | None = None
+    tenants: tuple[TenantState, ...] = ()
 
 
 class TenantState(msgspec.Struct, frozen=True, array_like=True):

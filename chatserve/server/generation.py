@@ -365,6 +365,7 @@ class GenerationService:
             scopes=request.scopes,
             priority=request.priority,
             priority_class=min(tenant.priority_class + request.flex, MAX_PRIORITY_CLASS),
+            tenant=tenant.name,
         )
         generation = Generation(self, request, output, stream, admission)
         self._running.add(generation)
@@ -475,9 +476,10 @@ class GenerationService:
         """A generation has ended; only `Generation` calls this."""
         self._running.discard(generation)
         self.metrics.observe_generation(generation, reason)
-        usage = _tenant_usage(generation, reason)
-        generation.admission.settle(usage.billed_tokens)
-        self.tenants.ledger.book(generation.request.principal.tenant, usage)
+        used = generation.usage
+        started = generation.timings.started is not None
+        generation.admission.settle(used.prompt_tokens + used.completion_tokens if started else 0)
+        self.tenants.ledger.book(generation.request.principal.tenant, _tenant_usage(generation, reason))
 
     def fail_all(self, error: ChatserveError) -> None:
         """End every running generation with an error its client gets to see."""
@@ -501,19 +503,15 @@ class GenerationService:
 
 
 def _tenant_usage(generation: Generation, reason: str) -> TenantUsage:
-    """What an ended generation adds to its tenant's sums; one that never started used nothing but time."""
-    times, usage = generation.timings, generation.usage
+    """What an ended generation adds to its tenant's sums, beside the tokens that the engine counts."""
+    times = generation.timings
     finished = times.finished or times.arrived
     started = times.started
     return TenantUsage(
         requests_completed=reason in ("stop", "length"),
         requests_cancelled=reason == "abort",
         requests_failed=reason == "error",
-        prompt_tokens=usage.prompt_tokens if started is not None else 0,
-        cached_tokens=usage.cached_tokens,
-        computed_tokens=usage.prompt_tokens - usage.cached_tokens if started is not None else 0,
-        generated_tokens=usage.completion_tokens,
-        delivered_tokens=usage.completion_tokens,
+        delivered_tokens=generation.usage.completion_tokens,
         queue_seconds=(finished if started is None else started) - times.arrived,
         run_seconds=0.0 if started is None else finished - started,
     )

@@ -31,6 +31,7 @@ from chatserve.server.http_protocol import guarded_protocol
 from chatserve.server.log_setup import configure_logging
 from chatserve.server.metrics import ServerMetrics
 from chatserve.server.origin import OriginPolicy, check_bind
+from chatserve.server.tenant_sync import TenantSync
 from chatserve.server.ws_transport import WebSocketProtocol
 from chatserve.tenancy.registry import TenantRegistry, open_registry, open_tenants
 from chatserve.text.answer_memory import AnswerMemory
@@ -91,6 +92,7 @@ def build_context(
     """All parts of one server; without ``tenants`` it keeps no state and knows the configured API keys only."""
     metrics, lifecycle = ServerMetrics(), Lifecycle()
     tenants = tenants or open_registry(api_keys=config.server.api_keys)
+    TenantSync(engine, tenants)
     service = GenerationService(
         engine, tokenizer, template, AnswerMemory(), config, tenants, metrics=metrics, lifecycle=lifecycle
     )

@@ -30,12 +30,17 @@ class Ledger:
         self._pending: dict[tuple[str, str], Usage] = {}
         self._labels: dict[str, Usage] = {}
         self._flushing = asyncio.Lock()
+        self._before_flush: list[Callable[[], None]] = []
 
     def book(self, tenant: str, usage: Usage) -> None:
         """Add to the sums of a tenant, today."""
         self._pending.setdefault((tenant, day_of(self._clock())), Usage()).add(usage)
         label = tenant if tenant in self._labels or len(self._labels) < MAX_LABELS else OTHER
         self._labels.setdefault(label, Usage()).add(usage)
+
+    def on_flush(self, listener: Callable[[], None]) -> None:
+        """Call ``listener()`` before pending sums are written or read: the moment to book what grows with time."""
+        self._before_flush.append(listener)
 
     def totals(self) -> Mapping[str, Usage]:
         """Sums since the start by metric label; each only grows.
@@ -47,6 +52,8 @@ class Ledger:
 
     async def flush(self) -> None:
         """Write what is pending; on failure it stays pending and the error is raised."""
+        for listener in self._before_flush:
+            listener()
         async with self._flushing:
             taken, self._pending = self._pending, {}
             if not taken:

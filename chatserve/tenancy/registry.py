@@ -94,6 +94,7 @@ class TenantRegistry:
         self._used_before = {row.tenant: row for row in store.usage(first_day=today, last_day=today)}
         self._accounts: dict[str, Account] = {}
         self._listeners: list[Callable[[frozenset[str]], None]] = []
+        self._change_listeners: list[Callable[[], None]] = []
         self._refreshing = asyncio.Lock()
         self._stop = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
@@ -131,6 +132,10 @@ class TenantRegistry:
     def on_revoked(self, listener: Callable[[frozenset[str]], None]) -> None:
         """Call ``listener(key_ids)`` on the loop when keys stop opening anything. It must not block or raise."""
         self._listeners.append(listener)
+
+    def on_change(self, listener: Callable[[], None]) -> None:
+        """Call ``listener()`` on the loop when tenants or keys have changed. It must not block or raise."""
+        self._change_listeners.append(listener)
 
     # -- limits -------------------------------------------------------------------------------------------------
 
@@ -249,6 +254,8 @@ class TenantRegistry:
             if await asyncio.to_thread(self._store.revision) != self._directory.revision:
                 snapshot = await asyncio.to_thread(self._store.snapshot)
                 self._tell(self._directory.load(snapshot, self._clock()))
+                for listener in self._change_listeners:
+                    listener()
 
     async def _follow(self) -> None:
         ticks = 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
@@ -424,13 +425,14 @@ async def test_books_equal_what_clients_saw(house: House) -> None:
         mine.prompt_tokens += len(submission.prompt)
         mine.cached_tokens += 3
         mine.computed_tokens += len(submission.prompt) - 3
+        mine.generated_tokens += submission.num_sent
         if kind == "failed":
             assert reply.status == 500
             mine.requests_failed += 1
-            mine.generated_tokens += 11 * submission.sampling.n
+            mine.delivered_tokens += submission.num_sent
         else:
             mine.requests_completed += 1
-            mine.generated_tokens += reply.json["usage"]["completion_tokens"]
+            mine.delivered_tokens += reply.json["usage"]["completion_tokens"]
 
     for tenant in ("acme", "beta"):
         await house.limit(tenant, tokens_per_minute=5000)
@@ -438,13 +440,10 @@ async def test_books_equal_what_clients_saw(house: House) -> None:
         await one(rng.choice(["acme", "beta"]), rng.choice(["refused", "failed", "done", "done", "done"]))
         house.registry._accounts.clear()  # the limits are not what is tested here
     for tenant, mine in want.items():
-        mine.delivered_tokens = mine.generated_tokens
         seen = house.usage(tenant)
         assert seen.queue_seconds >= 0
         assert seen.run_seconds > 0
-        plain = msgspec.structs.replace(seen, queue_seconds=0.0, run_seconds=0.0)
-        # a failed request's tokens are those that reached the server before its end
-        assert plain == mine
+        assert msgspec.structs.replace(seen, queue_seconds=0.0, run_seconds=0.0) == mine
         own = await house.live.get("/v1/usage", Authorization=f"Bearer {house.keys[tenant]}")
         assert msgspec.convert(own.json["total"], Usage) == seen
         assert own.json["tenant"] == tenant
@@ -464,7 +463,8 @@ async def test_a_client_that_leaves_is_charged_for_what_it_got(house: House) -> 
     await eventually(lambda: bool(house.live.engine.submissions) and house.live.engine.submissions[0].num_sent > 5)
     task.cancel()
     await eventually(lambda: house.usage("acme").requests_cancelled == 1)
-    assert 0 < house.usage("acme").generated_tokens <= house.live.engine.submissions[0].num_sent
+    assert 0 < house.usage("acme").delivered_tokens <= house.usage("acme").generated_tokens
+    assert house.usage("acme").generated_tokens == house.live.engine.submissions[0].num_sent
     house.live.engine.script = say("x", start_delay=5.0)
     task = asyncio.create_task(house.chat("beta"))
     await eventually(lambda: house.registry.account("beta").num_open == 1)
@@ -473,6 +473,59 @@ async def test_a_client_that_leaves_is_charged_for_what_it_got(house: House) -> 
     seen = house.usage("beta")
     assert seen.queue_seconds > 0
     assert msgspec.structs.replace(seen, queue_seconds=0.0) == Usage(requests_cancelled=1)
+
+
+async def test_an_engine_that_dies_takes_no_count_with_it(house: House) -> None:
+    """What was counted before its death stays booked, once; the next engine counts from zero on top of it."""
+    house.live.engine.script = Script(ids("abcdefgh" * 30), delay=0.005)
+    for _ in range(2):
+        number = len(house.live.engine.submissions)
+        task = asyncio.create_task(house.chat("acme", max_tokens=200))
+        await eventually(
+            lambda number=number: (
+                len(house.live.engine.submissions) > number  # type: ignore[misc]
+                and house.live.engine.submissions[number].num_sent > 5
+            )
+        )
+        house.live.engine.die(ready_again=True)
+        assert (await task).status == 503
+    seen, sent = house.usage("acme"), house.live.engine.submissions
+    assert seen.generated_tokens == sum(submission.num_sent for submission in sent)
+    assert seen.prompt_tokens == sum(len(submission.prompt) for submission in sent)
+    assert seen.requests_failed == 2
+
+
+async def test_blocks_are_charged_by_the_second(house: House) -> None:
+    """Held blocks count while they are held, also when nothing else happens; a dead engine holds none."""
+    engine = house.live.engine
+    begin = time.monotonic()
+    engine.count("acme", blocks=10)
+    await asyncio.sleep(0.1)
+    await house.registry.ledger.flush()
+    held, first = time.monotonic() - begin, house.usage("acme").device_block_seconds
+    assert 10 * 0.1 <= first <= 10 * held
+    engine.die(ready_again=True)
+    at_death = house.usage("acme").device_block_seconds
+    await asyncio.sleep(0.1)
+    await house.registry.ledger.flush()
+    assert first <= at_death == house.usage("acme").device_block_seconds
+    assert house.usage("acme").host_block_seconds == 0
+
+
+async def test_the_engine_learns_weights_and_shares(house: House) -> None:
+    """What differs from the usual is told at once and when it changes; a deleted tenant's cache is forgotten."""
+    engine = house.live.engine
+    assert engine.tenants == {}
+    await house.admin("PATCH", "/admin/tenants/acme", {"weight": 2, "limits": {"kv_floor": 0.1, "kv_cap": 0.5}})
+    assert engine.tenants == {"acme": (2.0, 0.1, 0.5)}
+    engine.tenants.clear()
+    await house.admin("PATCH", "/admin/tenants/beta", {"display_name": "B"})
+    assert engine.tenants == {}
+    assert (await house.chat("acme")).status == 200
+    assert engine.submissions[0].tenant == "acme"
+    await house.admin("DELETE", "/admin/tenants/acme")
+    assert engine.tenants == {"acme": (1.0, 0.0, 1.0)}
+    await eventually(lambda: engine.purged == ["acme"])
 
 
 async def test_usage_queries_are_checked(house: House) -> None:

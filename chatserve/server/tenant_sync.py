@@ -1,0 +1,100 @@
+"""Keeps the engine and the tenants' registry of one mind.
+
+Towards the engine go weights and shares of the KV pool, and a purge when a tenant is deleted; from it come the tokens
+and blocks it counted, which are booked in the ledger. The engine's counts are the truth: they include what was
+sampled for a client that had just left, and what ran again after a preemption. `chatserve.server.run` makes one per
+server; it works through callbacks alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable, Sequence
+
+from chatserve.engine.client import EngineClient
+from chatserve.engine.protocol import TenantState
+from chatserve.errors import EngineUnavailableError
+from chatserve.tenancy.registry import TenantRegistry
+from chatserve.tenancy.usage import Usage
+
+OPERATOR = "_operator"
+"""In the books: whoever publishes prefixes to several tenants. No tenant can have this name."""
+
+_DEFAULTS = (1.0, 0.0, 1.0)
+
+
+class TenantSync:
+    """The link between one `EngineClient` and one `TenantRegistry`."""
+
+    def __init__(
+        self, engine: EngineClient, tenants: TenantRegistry, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._engine = engine
+        self._tenants = tenants
+        self._clock = clock
+        self._declared: dict[str, tuple[float, float, float]] = {}
+        self._names: set[str] = set()
+        self._counted: dict[str, TenantState] = {}  # of the engine that runs now
+        self._blocks_until = clock()
+        self._purges: set[asyncio.Task[None]] = set()
+        engine.on_tenants(self._book)
+        engine.on_ready_change(self._ready_changed)
+        tenants.on_change(self._declare)
+        tenants.ledger.on_flush(self._book_blocks)
+        self._declare()
+
+    def _declare(self) -> None:
+        """Tell the engine what differs from what it was told, and have it forget tenants that are gone."""
+        names = set[str]()
+        for tenant in self._tenants.tenants():
+            names.add(tenant.name)
+            weight, floor, cap = settings = (tenant.weight, tenant.limits.kv_floor, tenant.limits.kv_cap)
+            if self._declared.get(tenant.name, _DEFAULTS) != settings:
+                self._engine.set_tenant(tenant.name, weight=weight, kv_floor=floor, kv_cap=cap)
+                self._declared[tenant.name] = settings
+        for name in self._names - names:
+            self._engine.set_tenant(name)
+            self._declared.pop(name, None)
+            task = asyncio.create_task(self._purge(name))
+            self._purges.add(task)
+            task.add_done_callback(self._purges.discard)
+        self._names = names
+
+    async def _purge(self, name: str) -> None:
+        with contextlib.suppress(EngineUnavailableError):  # a new engine remembers nothing
+            await self._engine.purge(name)
+
+    def _book(self, states: Sequence[TenantState]) -> None:
+        """Book what was counted since the last report."""
+        self._book_blocks()
+        for state in states:
+            before = self._counted.get(state.tenant) or TenantState(state.tenant, 0, 0, 0, 0, 0, 0, 0.0)
+            self._counted[state.tenant] = state
+            self._tenants.ledger.book(
+                state.tenant or OPERATOR,
+                Usage(
+                    prompt_tokens=state.prompt_tokens - before.prompt_tokens,
+                    cached_tokens=state.cached_tokens - before.cached_tokens,
+                    computed_tokens=state.computed_tokens - before.computed_tokens,
+                    generated_tokens=state.generated_tokens - before.generated_tokens,
+                ),
+            )
+
+    def _book_blocks(self) -> None:
+        """Book the blocks that were held until now."""
+        now = self._clock()
+        seconds, self._blocks_until = now - self._blocks_until, now
+        for state in self._counted.values():
+            if state.device_blocks or state.host_blocks:
+                usage = Usage(
+                    device_block_seconds=state.device_blocks * seconds, host_block_seconds=state.host_blocks * seconds
+                )
+                self._tenants.ledger.book(state.tenant or OPERATOR, usage)
+
+    def _ready_changed(self, ready: bool) -> None:
+        """An engine that is gone holds nothing; the next one counts from zero."""
+        if not ready:
+            self._book_blocks()
+            self._counted.clear()
