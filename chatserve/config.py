@@ -126,6 +126,13 @@ class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     log_format: Literal["console", "json"] = "console"
 
 
+class Prefix(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A system prompt that the operator publishes; ``group`` empty means to everybody."""
+
+    text: str
+    group: str = ""
+
+
 class TenancyConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Where tenants come from.
 
@@ -133,11 +140,13 @@ class TenancyConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         database: SQLite file that ``chatserve tenants`` manages; ``None`` takes the one in the data folder if it is
             there, and keeps no state otherwise.
         file: TOML file that declares tenants.
+        prefixes: system prompts that tenants share, computed at start.
         admin_api_key: opens ``/admin/*``, which does not exist without it.
     """
 
     database: str | None = None
     file: str | None = None
+    prefixes: tuple[Prefix, ...] = ()
     admin_api_key: str | None = None
 
 

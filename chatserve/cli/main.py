@@ -26,6 +26,8 @@ SUBCOMMANDS = {
     "chat": _Subcommand("chatserve.cli.chat:chat", "Chat in the terminal with a server."),
     "models": _Subcommand("chatserve.cli.models:models", "Fetch and list models."),
     "tenants": _Subcommand("chatserve.cli.tenants:tenants", "Manage tenants, their keys and limits; show usage."),
+    "prefixes": _Subcommand("chatserve.cli.prefixes:prefixes", "Publish system prompts that all tenants share."),
+    "doctor": _Subcommand("chatserve.cli.doctor:doctor", "Check a running server."),
     "config": _Subcommand("chatserve.cli.config:config", "Show the configuration and where it comes from."),
     "version": _Subcommand("chatserve.cli.main:version", "Print the version."),
 }

@@ -18,6 +18,7 @@ from chatserve.server.context import ServerContext
 from chatserve.server.errors import error_response
 from chatserve.server.middleware import EdgeMiddleware
 from chatserve.server.routes.admin import Admin
+from chatserve.server.routes.cache import CacheEndpoints, PrefixEndpoints
 from chatserve.server.routes.chat import ChatCompletions
 from chatserve.server.routes.completions import Completions
 from chatserve.server.routes.models import Models
@@ -29,7 +30,7 @@ from chatserve.server.websocket import websocket_routes
 
 def create_app(context: ServerContext) -> Starlette:
     """The ASGI application over one engine and one model."""
-    models, operations = Models(context), Operations(context)
+    models, operations, cache = Models(context), Operations(context), CacheEndpoints(context)
     files = load_files(web_folder()) if context.config.server.ui else {}
     page = Page(context, files)
     routes = [
@@ -37,6 +38,8 @@ def create_app(context: ServerContext) -> Starlette:
         Route("/v1/completions", Completions(context).__call__, methods=["POST"]),
         Route("/v1/models", models.list, methods=["GET"]),
         Route("/v1/usage", OwnUsageEndpoint(context).__call__, methods=["GET"]),
+        Route("/v1/cache/explain", cache.explain, methods=["POST"]),
+        Route("/v1/cache", cache.purge, methods=["DELETE"]),
         Route("/tokenize", models.tokenize, methods=["POST"]),
         Route("/detokenize", models.detokenize, methods=["POST"]),
         Route("/livez", operations.livez, methods=["GET"]),
@@ -48,7 +51,7 @@ def create_app(context: ServerContext) -> Starlette:
         Route("/ui/logout", page.log_out, methods=["POST"]),
     ]
     if context.config.tenancy.admin_api_key is not None:
-        routes += _admin_routes(Admin(context))
+        routes += _admin_routes(Admin(context), PrefixEndpoints(context))
     paths = [route.path for route in routes]
     app = Starlette(
         routes=[
@@ -63,7 +66,7 @@ def create_app(context: ServerContext) -> Starlette:
     return app
 
 
-def _admin_routes(admin: Admin) -> list[Route]:
+def _admin_routes(admin: Admin, prefixes: PrefixEndpoints) -> list[Route]:
     return [
         Route("/admin/tenants", admin.list_tenants, methods=["GET"]),
         Route("/admin/tenants", admin.create_tenant, methods=["POST"]),
@@ -74,6 +77,9 @@ def _admin_routes(admin: Admin) -> list[Route]:
         Route("/admin/keys", admin.create_key, methods=["POST"]),
         Route("/admin/keys/{key_id}", admin.revoke_key, methods=["DELETE"]),
         Route("/admin/usage", admin.usage, methods=["GET"]),
+        Route("/admin/prefixes", prefixes.list, methods=["GET"]),
+        Route("/admin/prefixes", prefixes.publish, methods=["POST"]),
+        Route("/admin/prefixes/{prefix_id}", prefixes.withdraw, methods=["DELETE"]),
     ]
 
 

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from chatserve.server.generation import GenerationService
     from chatserve.server.metrics import ServerMetrics
     from chatserve.server.origin import OriginPolicy
+    from chatserve.server.prefixes import PrefixRegistry
     from chatserve.tenancy.registry import TenantRegistry
 
 
@@ -55,6 +56,7 @@ class ServerContext:
     config: Config
     engine: EngineClient
     service: GenerationService
+    prefixes: PrefixRegistry
     tenants: TenantRegistry
     origins: OriginPolicy
     auth: Authenticator

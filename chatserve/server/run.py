@@ -31,6 +31,7 @@ from chatserve.server.http_protocol import guarded_protocol
 from chatserve.server.log_setup import configure_logging
 from chatserve.server.metrics import ServerMetrics
 from chatserve.server.origin import OriginPolicy, check_bind
+from chatserve.server.prefixes import PrefixRegistry
 from chatserve.server.tenant_sync import TenantSync
 from chatserve.server.ws_transport import WebSocketProtocol
 from chatserve.tenancy.registry import TenantRegistry, open_registry, open_tenants
@@ -100,6 +101,7 @@ def build_context(
         config=config,
         engine=engine,
         service=service,
+        prefixes=PrefixRegistry(engine, service, config.tenancy.prefixes),
         tenants=tenants,
         origins=OriginPolicy(config.server),
         auth=Authenticator(tenants, config.tenancy.admin_api_key),

@@ -1,0 +1,180 @@
+"""Tenants, published prefixes, explanations, purges and the doctor against a whole server around the oracle."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from asyncio.subprocess import PIPE
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import pytest
+import pytest_asyncio
+
+from chatserve.config import CacheConfig, ServerConfig
+from chatserve.engine.client import EngineClient
+from chatserve.tenancy.declared import Declared
+from chatserve.tenancy.registry import TenantRegistry
+from chatserve.tenancy.store import TenantStore
+from chatserve.tenancy.tenant import Tenant
+from tests.e2e.byte_oracle import FACTORY
+from tests.fakes import make_config, write_tokenizer_folder
+from tests.server.live import LiveServer, Reply, live_server
+
+pytestmark = pytest.mark.asyncio
+
+ADMIN = "admin-key"
+SYSTEM = "You are the guide of a harbour museum, and you answer in one sentence."
+
+
+@dataclass
+class Town:
+    """A server with three tenants, of which ``acme`` and ``beta`` share a group."""
+
+    live: LiveServer
+    engine: EngineClient
+    keys: dict[str, str]
+
+    async def chat(self, tenant: str, question: str, system: str = SYSTEM, **fields: object) -> int:
+        """Cached tokens of one turn."""
+        messages = [{"role": "system", "content": system}, {"role": "user", "content": question}]
+        body = {"messages": messages, "max_tokens": 4, **fields}
+        reply = await self.live.post("/v1/chat/completions", body, Authorization=f"Bearer {self.keys[tenant]}")
+        assert reply.status == 200, reply.body
+        return int(reply.json["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+    async def explain(self, tenant: str, question: str) -> Reply:
+        messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": question}]
+        return await self.live.post(
+            "/v1/cache/explain", {"messages": messages}, Authorization=f"Bearer {self.keys[tenant]}"
+        )
+
+    async def admin(self, method: str, path: str, body: object = None) -> Reply:
+        content = b"" if body is None else msgspec.json.encode(body)
+        return await self.live.request(method, path, content, {"Authorization": f"Bearer {ADMIN}"})
+
+
+@pytest_asyncio.fixture
+async def town(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Town]:
+    monkeypatch.setenv("CHATSERVE_TEST", "1")
+    folder = write_tokenizer_folder(tmp_path / "tiny")
+    config = make_config(folder, server=ServerConfig(port=0, drain_timeout=2.0))
+    engine = EngineClient(msgspec.structs.replace(config.engine, executor=FACTORY, cache=CacheConfig(num_blocks=512)))
+    await engine.start()
+    async with asyncio.timeout(60):
+        await engine.wait_ready()
+    registry = TenantRegistry(TenantStore(None), pepper=bytes(32), declared=Declared())
+    keys = {}
+    for name in ("acme", "beta", "gamma"):
+        await registry.create_tenant(Tenant(name=name, groups=() if name == "gamma" else ("museum",)))
+        keys[name] = (await registry.new_key(name)).text
+    async with live_server(folder, engine, tenants=registry, admin_key=ADMIN) as live:  # type: ignore[arg-type]
+        yield Town(live, engine, keys)
+
+
+async def test_tenants_hit_their_own_cache_and_nobody_elses(town: Town) -> None:
+    """Asserted in pairs, also with everything a client may send to borrow the other's (vllm#53347)."""
+    assert await town.chat("acme", "When do you open?") == 0
+    own = await town.chat("acme", "When do you open?")
+    assert own > 80
+    borrowed = {"user": "acme", "prompt_cache_key": "acme", "metadata": {"tenant": "acme"}}
+    assert await town.chat("beta", "When do you open?", **borrowed) == 0
+    assert await town.chat("acme", "When do you open?", cache_salt="s") == 0
+    assert await town.chat("beta", "When do you open?", cache_salt="s") == 0
+    assert await town.chat("acme", "When do you open?", cache_salt="s") == own
+
+
+async def test_a_published_prefix_is_everyones_and_survives_the_engine(town: Town) -> None:
+    """Published once: the first request of every tenant finds it, also in the engine that replaces a killed one."""
+    published = await town.admin("POST", "/admin/prefixes", {"text": SYSTEM})
+    assert published.status == 201
+    tokens = published.json["num_tokens"]
+    assert tokens > len(SYSTEM)
+    for tenant in ("acme", "beta", "gamma"):
+        assert await town.chat(tenant, f"I am {tenant}") >= tokens
+    pid = town.engine.info.pid
+    os.kill(pid, signal.SIGKILL)
+    async with asyncio.timeout(30):
+        while not (town.engine.ready and town.engine.info.pid != pid):  # noqa: ASYNC110 - another process
+            await asyncio.sleep(0.02)
+        while (await town.explain("gamma", "new")).json["cached_tokens"]["device"] < tokens:  # noqa: ASYNC110 - the same
+            await asyncio.sleep(0.02)
+    assert await town.chat("gamma", "I am new") >= tokens
+    assert (await town.admin("DELETE", f"/admin/prefixes/{published.json['id']}")).status == 204
+    assert (await town.admin("GET", "/admin/prefixes")).json["data"] == []
+    assert (await town.admin("DELETE", f"/admin/prefixes/{published.json['id']}")).status == 404
+
+
+async def test_a_group_prefix_is_for_its_members(town: Town) -> None:
+    """Others neither hit it nor hear of it."""
+    await town.admin("POST", "/admin/prefixes", {"text": SYSTEM, "group": "museum"})
+    assert await town.chat("beta", "hello") > len(SYSTEM)
+    assert (await town.explain("gamma", "hello")).json["miss"] == "never_seen"
+    assert await town.chat("gamma", "hello") == 0
+
+
+async def test_explain_and_purge_are_about_oneself(town: Town) -> None:
+    """Where a prompt leaves the cache, with the text around it; after a purge it was never seen."""
+    await town.chat("acme", "When do you open on Mondays?")
+    answer = (await town.explain("acme", "When do you close?")).json
+    assert answer["miss"] == "differs"
+    assert answer["differs_at"] == answer["cached_tokens"]["device"]
+    assert "you" in answer["around"]
+    assert (await town.explain("beta", "When do you open on Mondays?")).json["miss"] == "never_seen"
+    gone = await town.live.request("DELETE", "/v1/cache", headers={"Authorization": f"Bearer {town.keys['acme']}"})
+    assert gone.json["device_blocks"] > 0
+    assert (await town.explain("acme", "When do you open on Mondays?")).json["miss"] == "never_seen"
+    assert await town.chat("acme", "When do you open on Mondays?") == 0
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({}, "prompt"),
+        ({"prompt": "a", "messages": []}, "prompt"),
+        ({"messages": []}, "messages"),
+        ({"prompt": 5}, "prompt"),
+    ],
+)
+async def test_explain_refuses_what_it_cannot_explain(town: Town, body: dict[str, object], param: str) -> None:
+    """A clear 400 that names the field."""
+    reply = await town.live.post("/v1/cache/explain", body, Authorization=f"Bearer {town.keys['acme']}")
+    assert reply.status == 400
+    assert reply.error["param"] == param
+
+
+async def test_prefixes_beyond_the_budget_are_refused_with_numbers(town: Town) -> None:
+    """A quarter of the pool may be pinned; an empty text and a misspelt field are refused too."""
+    reply = await town.admin("POST", "/admin/prefixes", {"text": "long " * 600})
+    assert reply.status == 400
+    assert "blocks" in reply.error["message"]
+    assert (await town.admin("POST", "/admin/prefixes", {"text": " "})).error["param"] == "text"
+    assert (await town.admin("POST", "/admin/prefixes", {"texts": "a"})).status == 400
+
+
+async def test_the_commands(town: Town, tmp_path: Path) -> None:
+    """`prefixes publish|list|withdraw` and `doctor isolation` against the running server."""
+    common = ["--url", town.live.url, "--admin-api-key", ADMIN]
+    prompt = tmp_path / "prompt.txt"
+    prompt.write_text(SYSTEM)
+
+    async def run(*arguments: str) -> str:
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "chatserve", *arguments, *common, stdout=PIPE, stderr=PIPE
+        )
+        output, errors = await process.communicate()
+        assert process.returncode == 0, errors
+        return output.decode()
+
+    prefix_id = (await run("prefixes", "publish", str(prompt))).split()[0]
+    assert prefix_id in await run("prefixes", "list")
+    await run("prefixes", "withdraw", prefix_id)
+    assert prefix_id not in await run("prefixes", "list")
+    report = await run("doctor", "isolation", "--trials", "2")
+    assert "own hits 6 of 6, cross-tenant hits 0 of 6" in report
+    remaining = {tenant["name"] for tenant in (await town.admin("GET", "/admin/tenants")).json["data"]}
+    assert not any(name.startswith("doctor-") for name in remaining)
