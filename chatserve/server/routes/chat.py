@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import time
-
+import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from chatserve.server.body import read_json_body
 from chatserve.server.completion import collect, stream
 from chatserve.server.context import ServerContext
-from chatserve.server.encode import ChunkEncoder, chat_logprobs, fingerprint, response_id, usage_info
-from chatserve.server.generation import GenerationRequest
-from chatserve.server.middleware import request_info
-from chatserve.server.parse import parse_messages, parse_request, parse_sampling, parse_stop
+from chatserve.server.encode import ChunkEncoder, chat_logprobs, usage_info
+from chatserve.server.parse import parse_messages
+from chatserve.server.routes.prepare import answer_head, prepare
 from chatserve.server.routes.reply import json_response
 from chatserve.server.wire import (
     AssistantMessage,
     ChatChoice,
     ChatCompletion,
     ChatCompletionRequest,
-    ChunkHead,
     StreamOptions,
 )
 
@@ -33,40 +29,13 @@ class ChatCompletions:
 
     async def __call__(self, request: Request) -> Response:
         context, config = self._context, self._context.config.server
-        info = request_info(request.scope)
-        info.is_limited = True
-        raw = await read_json_body(request, config)
-        context.service.check_tenant(info.principal)
-        body, info.ignored = parse_request(raw, ChatCompletionRequest, context.model_name)
-        engine = context.service.engine_info()
-        sampling = parse_sampling(body, engine.vocab_size)
-        stop = parse_stop(body, config)
-        messages = parse_messages(body.messages, config)
-        scopes = context.scopes_for(info.principal, body.cache_salt or "")
-        prompt = await context.service.render_chat_off_loop(messages, scopes[-1])
-        generation_request = GenerationRequest(
-            prompt_ids=prompt.token_ids,
-            sampling=sampling,
-            scopes=scopes,
-            principal=info.principal,
-            stop=stop,
-            include_stop_str_in_output=bool(body.include_stop_str_in_output),
-            skip_special_tokens=body.skip_special_tokens is not False,
-            priority=body.priority or 0,
-            flex=body.service_tier == "flex",
-            patience=info.patience,
-        )
-        answer_id, created = response_id("chatcmpl"), int(time.time())
-        system_fingerprint = fingerprint(engine.weights_revision)
+        body, template = await prepare(request, context, ChatCompletionRequest)
+        prompt = await context.service.render_chat_off_loop(parse_messages(body.messages, config), template.scopes[-1])
+        generation_request = msgspec.structs.replace(template, prompt_ids=prompt.token_ids)
+        sampling = template.sampling
+        head = answer_head(context, "chatcmpl", "chat.completion.chunk")
         if body.stream:
             options = body.stream_options or StreamOptions()
-            head = ChunkHead(
-                id=answer_id,
-                object="chat.completion.chunk",
-                created=created,
-                model=context.model_name,
-                system_fingerprint=system_fingerprint,
-            )
             encoder = ChunkEncoder(head, sampling.n, options=options, logprobs=sampling.logprobs)
             return stream(request, [context.service.start(generation_request)], encoder, config)
         generation = context.service.start(generation_request)
@@ -83,10 +52,10 @@ class ChatCompletions:
         ]
         return json_response(
             ChatCompletion(
-                id=answer_id,
-                created=created,
-                model=context.model_name,
-                system_fingerprint=system_fingerprint,
+                id=head.id,
+                created=head.created,
+                model=head.model,
+                system_fingerprint=head.system_fingerprint,
                 choices=choices,
                 usage=usage_info([generation.usage]),
             )

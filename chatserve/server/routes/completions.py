@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from array import array
 
 import msgspec
@@ -10,15 +9,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from chatserve.sampling_params import SamplingParams
-from chatserve.server.body import read_json_body
 from chatserve.server.completion import Outcome, collect, stream
 from chatserve.server.context import ServerContext
-from chatserve.server.encode import ChunkEncoder, completion_logprobs, fingerprint, response_id, usage_info
-from chatserve.server.generation import GenerationRequest
-from chatserve.server.middleware import request_info
-from chatserve.server.parse import parse_prompts, parse_request, parse_sampling, parse_stop
+from chatserve.server.encode import ChunkEncoder, completion_logprobs, usage_info
+from chatserve.server.parse import parse_prompts
+from chatserve.server.routes.prepare import answer_head, prepare
 from chatserve.server.routes.reply import json_response
-from chatserve.server.wire import ChunkHead, CompletionRequest, StreamOptions, TextChoice, TextCompletion
+from chatserve.server.wire import CompletionRequest, StreamOptions, TextChoice, TextCompletion
 
 
 class Completions:
@@ -29,53 +26,28 @@ class Completions:
 
     async def __call__(self, request: Request) -> Response:
         context, config = self._context, self._context.config.server
-        info = request_info(request.scope)
-        info.is_limited = True
-        raw = await read_json_body(request, config)
-        context.service.check_tenant(info.principal)
-        body, info.ignored = parse_request(raw, CompletionRequest, context.model_name)
-        engine = context.service.engine_info()
-        sampling = parse_sampling(body, engine.vocab_size)
-        template = GenerationRequest(
-            prompt_ids=b"",
-            sampling=sampling,
-            principal=info.principal,
-            scopes=context.scopes_for(info.principal, body.cache_salt or ""),
-            stop=parse_stop(body, config),
-            include_stop_str_in_output=bool(body.include_stop_str_in_output),
-            skip_special_tokens=body.skip_special_tokens is not False,
-            priority=body.priority or 0,
-            flex=body.service_tier == "flex",
-            patience=info.patience,
-            continues_prompt=True,
-        )
+        body, template = await prepare(request, context, CompletionRequest)
+        template = msgspec.structs.replace(template, continues_prompt=True)
+        sampling = template.sampling
         requests = [
             msgspec.structs.replace(
                 template, prompt_ids=await self._encode(prompt, body.add_special_tokens is not False)
             )
-            for prompt in parse_prompts(body.prompt, engine.vocab_size)
+            for prompt in parse_prompts(body.prompt, context.service.engine_info().vocab_size)
         ]
-        answer_id, created = response_id("cmpl"), int(time.time())
-        system_fingerprint = fingerprint(engine.weights_revision)
+        head = answer_head(context, "cmpl", "text_completion")
         if body.stream:
             options = body.stream_options or StreamOptions()
-            head = ChunkHead(
-                id=answer_id,
-                object="text_completion",
-                created=created,
-                model=context.model_name,
-                system_fingerprint=system_fingerprint,
-            )
             encoder = ChunkEncoder(head, sampling.n * len(requests), options=options, logprobs=sampling.logprobs)
             return stream(request, context.service.start_all(requests), encoder, config)
         generations = context.service.start_all(requests)
         outcomes = await collect(request, generations)
         return json_response(
             TextCompletion(
-                id=answer_id,
-                created=created,
-                model=context.model_name,
-                system_fingerprint=system_fingerprint,
+                id=head.id,
+                created=head.created,
+                model=head.model,
+                system_fingerprint=head.system_fingerprint,
                 choices=[_choice(index, outcome, sampling) for index, outcome in enumerate(outcomes)],
                 usage=usage_info([generation.usage for generation in generations]),
             )
