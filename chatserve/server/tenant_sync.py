@@ -2,7 +2,8 @@
 
 Towards the engine go weights and shares of the KV pool, and a purge when a tenant is deleted; from it come the tokens
 and blocks it counted, which are booked in the ledger. The engine's counts are the truth: they include what was
-sampled for a client that had just left, and what ran again after a preemption. `chatserve.server.run` makes one per
+sampled for a client that had just left, and what ran again after a preemption. An engine that is killed takes with
+it what it had not reported yet, a quarter of a second at most. `chatserve.server.run` makes one per
 server; it works through callbacks alone.
 """
 
