@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 import msgspec
+import structlog
 
 from chatserve.config import Config
 from chatserve.engine.client import Delta, EngineClient, EngineStream
@@ -426,26 +427,22 @@ class GenerationService:
                 param="max_tokens" if output is not None and prompt < limit else None,
             )
 
-    def render_chat(
+    async def render_chat_off_loop(
         self, messages: Sequence[ChatMessage], scope: Scope, *, add_generation_prompt: bool = True
     ) -> RenderedPrompt:
         """Chat template and encoding, with the exact ids of remembered answers spliced in.
 
-        Raises `InvalidRequestError` with the template's own message when it refuses the conversation.
+        Runs in a thread where the conversation is long. Raises `InvalidRequestError` with the template's own message
+        when it refuses the conversation.
         """
-        known = self._recall(messages, scope)
-        return self.template.render(known, add_generation_prompt=add_generation_prompt)
-
-    async def render_chat_off_loop(
-        self, messages: Sequence[ChatMessage], scope: Scope, *, add_generation_prompt: bool = True
-    ) -> RenderedPrompt:
-        """`render_chat`, in a thread where the conversation is long."""
         num_chars = sum(len(message.content) for message in messages)
         await self.refuse_oversized(num_chars)
         known = self._recall(messages, scope)
         if num_chars <= OFF_LOOP_CHARS and len(known) <= OFF_LOOP_MESSAGES:
-            return self.template.render(known, add_generation_prompt=add_generation_prompt)
-        return await asyncio.to_thread(self.template.render, known, add_generation_prompt=add_generation_prompt)
+            return self._count(self.template.render(known, add_generation_prompt=add_generation_prompt))
+        return self._count(
+            await asyncio.to_thread(self.template.render, known, add_generation_prompt=add_generation_prompt)
+        )
 
     async def refuse_oversized(self, num_chars: int) -> None:
         """Raise `ContextLengthError` for a text that cannot fit however well it is encoded, before it is encoded."""
@@ -486,10 +483,20 @@ class GenerationService:
         for generation in list(self._running):
             generation.fail(error)
 
-    def _end_revoked(self, key_ids: frozenset[str]) -> None:
+    def _end_revoked(self, key_ids: frozenset[str | None]) -> None:
         for generation in list(self._running):
             if generation.request.principal.key_id in key_ids:
                 generation.fail(key_revoked())
+
+    def _count(self, prompt: RenderedPrompt) -> RenderedPrompt:
+        """Report how exact the history was: a template that drops parts of answers costs cached tokens every turn."""
+        self.metrics.answers_spliced += prompt.num_spliced
+        if prompt.num_unspliceable and not self.metrics.answers_unspliceable:
+            structlog.get_logger("chatserve.generation").warning(
+                "template_changes_answers", effect="the chat template drops or changes parts of earlier answers"
+            )
+        self.metrics.answers_unspliceable += prompt.num_unspliceable
+        return prompt
 
     def _recall(self, messages: Sequence[ChatMessage], scope: Scope) -> list[ChatMessage]:
         known = []

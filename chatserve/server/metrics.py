@@ -126,6 +126,8 @@ class ServerMetrics:
         self.finished: Counter[str] = Counter()
         self.http_requests: Counter[tuple[str, str, str]] = Counter()
         self.client_retries = 0
+        self.answers_spliced = 0
+        self.answers_unspliceable = 0
         self.http_seconds: dict[str, Histogram] = {}
         self.histograms = {name: Histogram(edges) for name, (_, edges) in HISTOGRAMS.items()}
         self._token_gaps = self.histograms["inter_token_latency_seconds"]
@@ -230,9 +232,14 @@ class ServerMetrics:
         for key, count in sorted(self.http_requests.items()):
             requests.add_metric(key, count)
         yield requests
-        retries = CounterMetricFamily("chatserve:client_retries", "Requests that clients sent again.", labels=labels)
-        retries.add_metric(values, self.client_retries)
-        yield retries
+        for name, text, count in (
+            ("client_retries", "Requests that clients sent again.", self.client_retries),
+            ("answers_spliced", "Quoted answers whose exact ids went into a prompt.", self.answers_spliced),
+            ("answers_unspliceable", "Quoted answers that the template drops or changes.", self.answers_unspliceable),
+        ):
+            family = CounterMetricFamily(f"chatserve:{name}", text, labels=labels)
+            family.add_metric(values, count)
+            yield family
         seconds = HistogramMetricFamily("http_request_duration_seconds", "To the response's end.", labels=["handler"])
         for handler, histogram in sorted(self.http_seconds.items()):
             seconds.add_metric([handler], histogram.buckets(), histogram.sum)

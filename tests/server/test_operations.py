@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 import time
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from chatserve.engine.protocol import EngineStats
 from chatserve.server.metrics import Histogram, ServerMetrics
 from chatserve.server.routes.ui import load_files, web_folder
 from tests.fakes import FakeEngineClient, Script, say
-from tests.server.live import LiveServer, live_server
+from tests.server.live import HI, LiveServer, live_server
 
 
 @pytest.mark.asyncio
@@ -236,3 +237,20 @@ async def test_per_token_cost_of_the_api_process(live: LiveServer) -> None:
     assert len(reply.chunks) > 100
     assert spent < 300e-6
     print(f"{spent * 1e6:.0f} µs per token, client and fake engine included")
+
+
+@pytest.mark.asyncio
+async def test_exactness_of_the_history_is_reported(tiny_folder: Path, tmp_path: Path) -> None:
+    """Operators see how many quoted answers went into prompts as sampled, and how many the template changed."""
+    folder = tmp_path / "trimming"
+    shutil.copytree(tiny_folder, folder)
+    template = folder / "chat_template.jinja"
+    template.write_text(template.read_text().replace("message['content']", "message['content'].replace('secret', '')"))
+    for place, counts in ((tiny_folder, (1, 0)), (folder, (0, 1))):
+        async with live_server(place, FakeEngineClient(say("a secret"))) as live:
+            answer = (await live.chat()).json["choices"][0]["message"]["content"]
+            await live.chat(messages=[*HI, {"role": "assistant", "content": answer}, *HI])
+            text = (await live.get("/metrics")).body.decode()
+            values = {line.split("{")[0]: float(line.split()[-1]) for line in text.splitlines() if line[0] != "#"}
+            names = ("chatserve:answers_spliced_total", "chatserve:answers_unspliceable_total")
+            assert tuple(values[name] for name in names) == counts
