@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from chatserve.engine.launch import EngineChild
     from chatserve.tenancy.registry import TenantRegistry
 
+MAX_TENANTS_NAMED = 8
 DEFAULT_MODEL = "smollm2-135m"
 
 
@@ -41,6 +42,10 @@ def serve(model: str | None, config: str | None, **given: object) -> None:
 
     tenants = open_tenants(loaded.config, os.environ)
     check_bind(loaded.config.server, has_tenants=tenants.keys_required)
+    if known := tenants.tenants():
+        names = [tenant.name for tenant in known[:MAX_TENANTS_NAMED]]
+        more = len(known) - len(names)
+        click.echo(f"Tenants: {', '.join(names)}{f' and {more} more' if more else ''}", err=True)
     ready_config = _with_model(loaded.config, model or loaded.model or DEFAULT_MODEL)
 
     from chatserve.engine.launch import EngineChild

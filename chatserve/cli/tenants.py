@@ -179,7 +179,7 @@ def delete(path: Path, name: str) -> None:
 @click.option("--json", "as_json", is_flag=True, help="One JSON document.")
 @click.pass_obj
 def usage(path: Path, name: str | None, days: int, as_json: bool) -> None:
-    """Show what tenants used per UTC day; of the tenant NAME, or of all."""
+    """Show what tenants used per UTC day; of the tenant NAME, or of all. Columns without a number are left out."""
     first = day_of(time.time() - (days - 1) * _SECONDS["d"])
     with _store(path) as store:
         found = store.usage(tenant=name, first_day=first)
@@ -190,8 +190,9 @@ def usage(path: Path, name: str | None, days: int, as_json: bool) -> None:
     for row in found:
         total.add(row.usage)
     rows = [*found, UsageRow("total", "", total)]
-    heads = ("TENANT", "DAY", *(field.replace("_", " ") for field in FIELDS))
-    _table(heads, [(row.tenant, row.day, *(f"{getattr(row.usage, f):.10g}" for f in FIELDS)) for row in rows])
+    columns = [field for field in FIELDS if getattr(total, field)]
+    heads = ("TENANT", "DAY", *(field.replace("_", " ").upper() for field in columns))
+    _table(heads, [(row.tenant, row.day, *(f"{getattr(row.usage, f):.10g}" for f in columns)) for row in rows])
 
 
 @tenants.group()

@@ -97,7 +97,7 @@ class _Endpoint:
             )
         return principal
 
-    def _end_revoked(self, key_ids: frozenset[str]) -> None:
+    def _end_revoked(self, key_ids: frozenset[str | None]) -> None:
         for connection in self._open:
             if connection.principal.key_id in key_ids:
                 connection.revoke()

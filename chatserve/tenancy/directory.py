@@ -31,7 +31,7 @@ class Directory:
         self._stored: dict[str, ApiKey] = {}
         self._by_digest = {key.digest: key for key in declared.keys}
         self._declared_by_id = {key.id: key for key in declared.keys}
-        self._usable: frozenset[str] = frozenset()
+        self._usable: frozenset[str | None] = frozenset()
         self._next_expiry = float("inf")
 
     @property
@@ -39,14 +39,17 @@ class Directory:
         """Whether callers need a key: there are keys, or tenants beside the default one, even if none is active."""
         return bool(self._by_digest or self._stored or self._tenants.keys() - {DEFAULT_TENANT})
 
-    def load(self, snapshot: Snapshot, now: float) -> frozenset[str]:
-        """Take a newer snapshot; ids of keys that opened something before and do not any more."""
+    def load(self, snapshot: Snapshot, now: float) -> frozenset[str | None]:
+        """Take a newer snapshot; ids of keys that opened something before and do not any more.
+
+        ``None`` is among them when callers without a key were welcome before and are not any more.
+        """
         self.revision = snapshot.revision
         self._tenants = {tenant.name: tenant for tenant in (*snapshot.tenants, *self._declared.tenants)}
         self._stored = {key.id: key for key in snapshot.keys}
         return self._recount(now)
 
-    def expire(self, now: float) -> frozenset[str]:
+    def expire(self, now: float) -> frozenset[str | None]:
         """Ids of keys whose time has run out since the last call. Costs nothing while there are none."""
         return self._recount(now) if now >= self._next_expiry else frozenset()
 
@@ -103,14 +106,14 @@ class Directory:
         tenant = self.tenant(name)
         return tenant is not None and tenant.active
 
-    def _recount(self, now: float) -> frozenset[str]:
+    def _recount(self, now: float) -> frozenset[str | None]:
         before = self._usable
         usable = [key for key in self.keys() if key.usable(now) and self._is_active(key.tenant)]
-        self._usable = frozenset(key.id for key in usable)
+        self._usable = frozenset([*(key.id for key in usable), *([] if self.keys_required else [None])])
         self._next_expiry = min((key.expires for key in usable if key.expires is not None), default=float("inf"))
         return before - self._usable
 
 
 def key_revoked() -> AuthenticationError:
-    """What the bearer of a revoked key is told, also in the middle of an answer."""
+    """What is told to whoever came in with a key that is no longer good, also in the middle of an answer."""
     return AuthenticationError("This key was revoked. Ask the operator for a new one.", code="key_revoked")

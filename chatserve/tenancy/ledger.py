@@ -33,7 +33,9 @@ class Ledger:
         self._before_flush: list[Callable[[], None]] = []
 
     def book(self, tenant: str, usage: Usage) -> None:
-        """Add to the sums of a tenant, today."""
+        """Add to the sums of a tenant, today. Nothing is kept of nothing."""
+        if usage == Usage():
+            return
         self._pending.setdefault((tenant, day_of(self._clock())), Usage()).add(usage)
         label = tenant if tenant in self._labels or len(self._labels) < MAX_LABELS else OTHER
         self._labels.setdefault(label, Usage()).add(usage)

@@ -93,7 +93,7 @@ class TenantRegistry:
         today = day_of(clock())
         self._used_before = {row.tenant: row for row in store.usage(first_day=today, last_day=today)}
         self._accounts: dict[str, Account] = {}
-        self._listeners: list[Callable[[frozenset[str]], None]] = []
+        self._listeners: list[Callable[[frozenset[str | None]], None]] = []
         self._change_listeners: list[Callable[[], None]] = []
         self._refreshing = asyncio.Lock()
         self._stop = asyncio.Event()
@@ -129,8 +129,11 @@ class TenantRegistry:
         """Records of all keys, or of one tenant's."""
         return self._directory.keys(tenant)
 
-    def on_revoked(self, listener: Callable[[frozenset[str]], None]) -> None:
-        """Call ``listener(key_ids)`` on the loop when keys stop opening anything. It must not block or raise."""
+    def on_revoked(self, listener: Callable[[frozenset[str | None]], None]) -> None:
+        """Call ``listener(key_ids)`` on the loop when keys stop opening anything. It must not block or raise.
+
+        ``None`` stands for callers without a key, who are refused from the first tenant on.
+        """
         self._listeners.append(listener)
 
     def on_change(self, listener: Callable[[], None]) -> None:
@@ -272,7 +275,7 @@ class TenantRegistry:
             except (sqlite3.Error, OSError):
                 logger.exception("the tenants' database cannot be used; what is known of it stays in force")
 
-    def _tell(self, revoked: frozenset[str]) -> None:
+    def _tell(self, revoked: frozenset[str | None]) -> None:
         if revoked:
             for listener in self._listeners:
                 listener(revoked)

@@ -94,6 +94,7 @@ def test_usage_by_day(shell: Shell) -> None:
     assert row["usage"]["prompt_tokens"] == 5
     lines = shell("usage").output.splitlines()
     assert lines[-1].split()[0] == "total"
+    assert "PROMPT TOKENS" in lines[0]
     assert "12" in lines[-1].split()
 
 
