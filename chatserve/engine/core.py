@@ -29,9 +29,9 @@ from chatserve.engine.protocol import (
     Reply,
     SetTenant,
     StepFrame,
-    TenantState,
 )
 from chatserve.engine.publications import Publications
+from chatserve.engine.tenant_report import TenantReport
 from chatserve.errors import ChatserveError
 from chatserve.scheduler.fairness import OPERATOR
 from chatserve.scheduler.output import Executor, Finished, StepNews
@@ -73,7 +73,7 @@ class EngineCore:
         self._scope_ids: dict[Scope, int] = {}
         self.publications = Publications(self.scheduler, self.manager)
         self.replies: list[Reply] = []
-        self._told: dict[str, TenantState] = {}
+        self.tenant_report = TenantReport(self.scheduler.tenants, self.manager.tree)
         self._refused: list[Finished] = []
         self._num_steps = 0
 
@@ -228,27 +228,5 @@ class EngineCore:
             recounted_held=held,
             recounted_cached=cached,
             live_requests=len(self.scheduler.requests),
-            tenants=self._tenant_states(),
-        )
-
-    def tenant_news(self) -> tuple[TenantState, ...]:
-        """Tenants whose state differs from what the last call returned of them."""
-        news = tuple(state for state in self._tenant_states() if self._told.get(state.tenant) != state)
-        self._told.update((state.tenant, state) for state in news)
-        return news
-
-    def _tenant_states(self) -> tuple[TenantState, ...]:
-        tenants, tree = self.scheduler.tenants, self.manager.tree
-        return tuple(
-            TenantState(
-                tenant=name,
-                prompt_tokens=int(tenants.prompt[index]),
-                cached_tokens=int(tenants.cached[index]),
-                computed_tokens=int(tenants.computed[index]),
-                generated_tokens=int(tenants.generated[index]),
-                device_blocks=tree.device_usage.get(index, 0),
-                host_blocks=tree.host_usage.get(index, 0),
-                virtual_tokens=float(tenants.counters[index]),
-            )
-            for index, name in enumerate(tenants.names)
+            tenants=self.tenant_report.states(),
         )

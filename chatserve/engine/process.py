@@ -131,7 +131,7 @@ class EngineLoop:
         self._stats_due = now + STATS_INTERVAL
         self._stats_stale = False
         stats = msgspec.structs.replace(self._core.stats(), busy_seconds=self._busy_seconds)
-        return msgspec.structs.replace(frame, stats=stats, tenants=self._core.tenant_news())
+        return msgspec.structs.replace(frame, stats=stats, tenants=self._core.tenant_report.news())
 
 
 def load_executor(config: EngineConfig) -> tuple[Executor, EngineInfo]:

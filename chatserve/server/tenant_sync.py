@@ -37,8 +37,7 @@ class TenantSync:
         self._clock = clock
         self._declared: dict[str, tuple[float, float, float]] = {}
         self._names: set[str] = set()
-        self._counted: dict[str, TenantState] = {}  # of the engine that runs now
-        self._blocks_until = clock()
+        self._counted: dict[str, tuple[TenantState, float]] = {}  # of the engine that runs now, booked until when
         self._purges: set[asyncio.Task[None]] = set()
         engine.on_tenants(self._book)
         engine.on_ready_change(self._ready_changed)
@@ -69,10 +68,10 @@ class TenantSync:
 
     def _book(self, states: Sequence[TenantState]) -> None:
         """Book what was counted since the last report."""
-        self._book_blocks()
+        now = self._clock()
         for state in states:
-            before = self._counted.get(state.tenant) or TenantState(state.tenant, 0, 0, 0, 0, 0, 0, 0.0)
-            self._counted[state.tenant] = state
+            before, since = self._counted.get(state.tenant, (TenantState(state.tenant, 0, 0, 0, 0, 0, 0, 0.0), now))
+            self._counted[state.tenant] = state, now
             self._tenants.ledger.book(
                 state.tenant or OPERATOR,
                 Usage(
@@ -80,19 +79,14 @@ class TenantSync:
                     cached_tokens=state.cached_tokens - before.cached_tokens,
                     computed_tokens=state.computed_tokens - before.computed_tokens,
                     generated_tokens=state.generated_tokens - before.generated_tokens,
+                    device_block_seconds=before.device_blocks * (now - since),
+                    host_block_seconds=before.host_blocks * (now - since),
                 ),
             )
 
     def _book_blocks(self) -> None:
-        """Book the blocks that were held until now."""
-        now = self._clock()
-        seconds, self._blocks_until = now - self._blocks_until, now
-        for state in self._counted.values():
-            if state.device_blocks or state.host_blocks:
-                usage = Usage(
-                    device_block_seconds=state.device_blocks * seconds, host_block_seconds=state.host_blocks * seconds
-                )
-                self._tenants.ledger.book(state.tenant or OPERATOR, usage)
+        """Book the blocks that everybody held until now: time passes without news."""
+        self._book([state for state, _ in self._counted.values()])
 
     def _ready_changed(self, ready: bool) -> None:
         """An engine that is gone holds nothing; the next one counts from zero."""
