@@ -177,7 +177,9 @@ class ChatTemplate:
         for message in messages:
             texts.append(message.content)
             texts.append(message.name or "")
-        unused = (chr(code) for code in _MARKERS if not any(chr(code) in text for text in texts))
+        # Each text is looked at once, and most not even that: who asks about every marker in turn can be kept busy.
+        used = set().union(*(text for text in texts if not text.isascii()))
+        unused = (chr(code) for code in _MARKERS if chr(code) not in used)
         marker, sentinel = next(unused, None), next(unused, None)
         if marker is None or sentinel is None:
             raise InvalidRequestError("The messages use every private-use character; leave some out.", param="messages")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import random
+import time
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +111,19 @@ def test_private_use_characters_in_content_survive(tokenizer: Tokenizer) -> None
     decoded = tokenizer.decode(template.render(messages).token_ids, skip_special_tokens=False)
     assert f"user\n{content}<|im_end|>" in decoded
     assert f"assistant\n{answer}<|im_end|>" in decoded
+
+
+def test_marker_search_cannot_be_kept_busy(tokenizer: Tokenizer) -> None:
+    """Nearly every private-use character in the last of many messages: each text is read once, not once per marker."""
+    used_up = "".join(chr(code) for code in range(0xE000, 0xF8FD))
+    messages = [ChatMessage("user", "é" * 100)] * 4000 + [ChatMessage("user", used_up)]
+    template = ChatTemplate(CHATML, tokenizer)
+    began = time.perf_counter()
+    prompt = template.render(messages)
+    assert time.perf_counter() - began < 5
+    assert used_up in tokenizer.decode(prompt.token_ids)
+    with pytest.raises(InvalidRequestError, match="every private-use character"):
+        template.render([*messages, ChatMessage("user", "\uf8fd\uf8fe")])
 
 
 @pytest.mark.parametrize("source", [CHATML, "smollm2"])
