@@ -200,6 +200,7 @@ class EngineCore:
             blocks_free=manager.pool.num_free,
             blocks_cached=manager.pool.num_idle,
             blocks_held=manager.pool.num_held,
+            blocks_leaked=0 if len(scheduler.requests) else manager.pool.num_held - manager.num_pinned,
             steps=self._num_steps,
             preemptions=counters.preemptions,
             copies=manager.num_copies,

@@ -68,6 +68,7 @@ class EngineLoop:
         self._stats_due = 0.0
         self._stats_stale = True
         self._step = 0
+        self._leaked = 0
 
     def run(self) -> None:
         """Returns on `Shutdown`.
@@ -125,7 +126,11 @@ class EngineLoop:
 
     def _report_if_idle(self) -> None:
         if self._stats_stale and not self._core.has_work:
-            self._channel.send(self._with_stats(StepFrame(self._step), time.perf_counter()))
+            frame = self._with_stats(StepFrame(self._step), time.perf_counter())
+            self._channel.send(frame)
+            if frame.stats is not None and frame.stats.blocks_leaked > self._leaked:
+                self._leaked = frame.stats.blocks_leaked
+                logger.error("%d KV blocks are held though nothing runs", self._leaked)
 
     def _with_stats(self, frame: StepFrame, now: float) -> StepFrame:
         self._stats_due = now + STATS_INTERVAL

@@ -141,7 +141,12 @@ class EngineReady(msgspec.Struct, frozen=True, array_like=True, tag="ready"):
 
 
 class EngineStats(msgspec.Struct, frozen=True):
-    """Gauges and monotone counters; the truth of `/metrics`."""
+    """Gauges and monotone counters; the truth of `/metrics`.
+
+    Attributes:
+        blocks_leaked: blocks that are held while no request is open and that no publication pins. Always 0; anything
+            else is a fault that is logged and shown, and never a reason to stop a healthy server.
+    """
 
     num_running: int = 0
     num_waiting: int = 0
@@ -149,6 +154,7 @@ class EngineStats(msgspec.Struct, frozen=True):
     blocks_free: int = 0
     blocks_cached: int = 0
     blocks_held: int = 0
+    blocks_leaked: int = 0
     steps: int = 0
     preemptions: int = 0
     copies: int = 0

@@ -66,7 +66,9 @@ COUNTERS = {
     "vllm:prefix_cache_hits": ("Prompt tokens found in the prefix cache.", "prefix_hit_tokens"),
     "chatserve:engine_steps": ("Engine steps run.", "steps"),
     "chatserve:cow_copies": ("Blocks copied on write.", "copies"),
-    "chatserve:evictions": ("Cached blocks dropped for want of memory.", "evictions"),
+    "chatserve:evictions": ("Cached blocks that left the device for want of memory.", "evictions"),
+    "chatserve:demotions": ("Blocks copied to host memory instead of dropped.", "demotions"),
+    "chatserve:promotions": ("Blocks copied back from host memory.", "promotions"),
     "chatserve:partial_block_hits": ("Prefix matches that ended inside a block.", "partial_hits"),
     "chatserve:aborts": ("Requests ended by their client.", "aborts"),
     "chatserve:computed_prompt_tokens": ("Prompt tokens run through the model.", "computed_prompt_tokens"),
@@ -215,6 +217,10 @@ class ServerMetrics:
         yield gauge("vllm:kv_cache_usage_perc", "Share of KV blocks in use by requests (0 to 1).", min(1.0, held))
         yield gauge("chatserve:kv_blocks_free", "KV blocks nobody uses.", stats.blocks_free)
         yield gauge("chatserve:kv_blocks_cached", "KV blocks that only the prefix cache keeps.", stats.blocks_cached)
+        yield gauge("chatserve:kv_blocks_leaked", "KV blocks held though nothing runs; always 0.", stats.blocks_leaked)
+        swapped = stats.host_blocks_total - stats.host_blocks_free
+        share = swapped / stats.host_blocks_total if stats.host_blocks_total else 0.0
+        yield gauge("vllm:cpu_cache_usage_perc", "Share of host KV blocks in use (0 to 1).", share)
         info = GaugeMetricFamily("vllm:cache_config_info", "Cache configuration.", labels=[*labels, *config_info])
         info.add_metric([*values, *config_info.values()], 1)
         yield info
