@@ -24,6 +24,9 @@ from chatserve.text.stop_strings import StopAutomaton
 
 MAX_STOP_CHARS = 4096
 MAX_PROMPTS = 128
+MAX_LOGPROB_VALUES = 2**19
+"""In an answer that is not streamed: some 50 MB of JSON."""
+
 COMPLETION_MAX_TOKENS = 16
 """OpenAI's default of the completions endpoint."""
 
@@ -169,6 +172,22 @@ def parse_sampling(request: ChatCompletionRequest | CompletionRequest, vocab_siz
     if isinstance(request, CompletionRequest) and request.best_of not in (None, params.n):
         raise UnsupportedParameterError("best_of is supported only where it equals n.", param="best_of")
     return params
+
+
+def check_logprobs_size(sampling: SamplingParams, num_prompts: int, context_length: int) -> None:
+    """Refuse a whole answer whose log-probabilities could fill memory, however that is spelt.
+
+    Raises `InvalidRequestError`; a stream has no such limit, since it keeps nothing.
+    """
+    if sampling.logprobs is None:
+        return
+    tokens = num_prompts * sampling.n * min(sampling.max_tokens or context_length, context_length)
+    if tokens * (1 + sampling.logprobs) > MAX_LOGPROB_VALUES:
+        raise InvalidRequestError(
+            f"Up to {tokens} tokens with {sampling.logprobs} alternatives each are more log-probabilities than one "
+            f"answer may hold ({MAX_LOGPROB_VALUES}). Stream it, or lower max_tokens, n or the alternatives.",
+            param="logprobs",
+        )
 
 
 def parse_stop(request: SamplingFields, config: ServerConfig) -> StopAutomaton | None:

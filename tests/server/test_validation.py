@@ -214,6 +214,21 @@ async def test_known_but_missing_features_are_refused_by_name(live: LiveServer) 
 
 
 @pytest.mark.asyncio
+async def test_log_probabilities_are_bounded_as_a_whole(live: LiveServer) -> None:
+    """Not the number of alternatives alone, but all of them over all tokens, choices and prompts; streams keep none."""
+    live.engine.info = msgspec.structs.replace(live.engine.info, max_model_len=32_768, max_tokens_in_pool=32_768)
+    chat = {"messages": HI, "logprobs": True, "top_logprobs": 15}
+    for path, body in (
+        (CHAT, {**chat, "n": 2}),
+        (CHAT, {**chat, "n": 16, "max_tokens": 2049}),
+        (COMPLETIONS, {"prompt": ["x"] * 128, "n": 16, "logprobs": 15, "max_tokens": 17}),
+    ):
+        assert (await refused(live, path, body)).error["param"] == "logprobs"
+    for allowed in ({**chat, "n": 16, "max_tokens": 2048}, {**chat, "n": 2, "stream": True}, chat):
+        assert (await live.post(CHAT, allowed)).status == 200
+
+
+@pytest.mark.asyncio
 async def test_the_other_endpoints_drop_nothing_known_either(live: LiveServer) -> None:
     """A template of the caller's own, or tools, would change the ids that /tokenize tells: refused by name."""
     for field in ("chat_template", "chat_template_kwargs", "tools", "continue_final_message"):

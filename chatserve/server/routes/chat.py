@@ -9,7 +9,7 @@ from starlette.responses import Response
 from chatserve.server.completion import collect, stream
 from chatserve.server.context import ServerContext
 from chatserve.server.encode import ChunkEncoder, chat_logprobs, usage_info
-from chatserve.server.parse import parse_messages
+from chatserve.server.parse import check_logprobs_size, parse_messages
 from chatserve.server.routes.prepare import answer_head, prepare
 from chatserve.server.routes.reply import json_response
 from chatserve.server.wire import (
@@ -38,6 +38,7 @@ class ChatCompletions:
             options = body.stream_options or StreamOptions()
             encoder = ChunkEncoder(head, sampling.n, options=options, logprobs=sampling.logprobs)
             return stream(request, [context.service.start(generation_request)], encoder, config)
+        check_logprobs_size(sampling, 1, context.service.context_length())
         generation = context.service.start(generation_request)
         outcomes = await collect(request, [generation])
         choices = [

@@ -12,7 +12,7 @@ from chatserve.sampling_params import SamplingParams
 from chatserve.server.completion import Outcome, collect, stream
 from chatserve.server.context import ServerContext
 from chatserve.server.encode import ChunkEncoder, completion_logprobs, usage_info
-from chatserve.server.parse import parse_prompts
+from chatserve.server.parse import check_logprobs_size, parse_prompts
 from chatserve.server.routes.prepare import answer_head, prepare
 from chatserve.server.routes.reply import json_response
 from chatserve.server.wire import CompletionRequest, StreamOptions, TextChoice, TextCompletion
@@ -40,6 +40,7 @@ class Completions:
             options = body.stream_options or StreamOptions()
             encoder = ChunkEncoder(head, sampling.n * len(requests), options=options, logprobs=sampling.logprobs)
             return stream(request, context.service.start_all(requests), encoder, config)
+        check_logprobs_size(sampling, len(requests), context.service.context_length())
         generations = context.service.start_all(requests)
         outcomes = await collect(request, generations)
         return json_response(
