@@ -173,6 +173,21 @@ async def test_errors_are_shown_and_can_be_retried(chrome: Browser, folder: Path
     assert engine.submissions[1].text.count("hello") == 1
 
 
+async def test_a_message_that_is_too_long(chrome: Browser, folder: Path) -> None:
+    """What the server would close the connection for is not sent: the reader is told, and keeps text and connection."""
+    engine = FakeEngineClient(say("fine"))
+    async with live_server(folder, engine) as live, open_page(chrome, live) as page:
+        await page.wait(READY)
+        await page.run("{ const i = document.querySelector('#input'); i.value = 'ä'.repeat(140_000); i.focus(); }")
+        await page.press("Enter")
+        await page.wait("document.querySelector('#notice:not([hidden])')?.innerText.includes('too long')")
+        assert await page.run("document.querySelector('#input').value.length") == 140_000
+        await page.run("{ document.querySelector('#input').value = ''; }")
+        await ask(page, "short")
+        assert await answer(page) == "fine"
+    assert len(engine.submissions) == 1
+
+
 async def test_connection_lost_and_found(chrome: Browser, folder: Path) -> None:
     """A dead server is noticed and said; when one is back the page reconnects by itself and says what was forgotten."""
     engine = FakeEngineClient(say("par", hang=True))

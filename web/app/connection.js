@@ -8,6 +8,7 @@ const FIRST_DELAY = 250;
 const LONGEST_DELAY = 15_000;
 const HEALTHY_AFTER = 30_000;
 const PONG_TIMEOUT = 10_000;
+const ENVELOPE_BYTES = 128;
 
 /** Close codes after which trying again is pointless, and what to say. */
 const FINAL = new Map([
@@ -38,6 +39,7 @@ export class Connection {
     this.attempt = 0;
     this.commands = 0;
     this.heartbeat = 25_000;
+    this.longestFrame = Infinity;
     this.notBefore = 0;
     /** @type {Record<string, ReturnType<typeof setTimeout> | undefined>} */
     this.timers = {};
@@ -67,6 +69,14 @@ export class Connection {
     return id;
   }
 
+  /**
+   * Whether the server takes a command of this size; one that is too long would cost the connection.
+   * @param {object} fields @returns {boolean}
+   */
+  fits(fields) {
+    return new TextEncoder().encode(JSON.stringify(fields)).length + ENVELOPE_BYTES <= this.longestFrame;
+  }
+
   /** @param {any} message */
   receive(message) {
     clearTimeout(this.timers.pong);
@@ -74,6 +84,7 @@ export class Connection {
     if (message.type === "welcome") {
       this.ready = true;
       this.heartbeat = message.heartbeat_ms;
+      this.longestFrame = message.limits.max_frame;
       this.timers.healthy = setTimeout(() => (this.attempt = 0), HEALTHY_AFTER);
     } else if (message.type === "server.draining") {
       this.notBefore = Date.now() + message.reconnect_after_ms;

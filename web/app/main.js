@@ -38,7 +38,12 @@ function submit(text) {
   if (text.trim() === "" || !connection.ready || openAnswer(state) !== null) return false;
   const temperature = byId("temperature").valueAsNumber;
   const params = Number.isNaN(temperature) ? {} : { temperature };
-  const id = connection.command("chat.send", { content: text, params, ...place(state, byId("system").value.trim()) });
+  const fields = { content: text, params, ...place(state, byId("system").value.trim()) };
+  if (!connection.fits(fields)) {
+    dispatch({ type: "connection", state: "open", text: "That message is too long for the server. Shorten it." });
+    return false;
+  }
+  const id = connection.command("chat.send", fields);
   view.follow = true;
   dispatch({ type: "send", id, text });
   return true;
