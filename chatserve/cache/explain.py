@@ -21,7 +21,7 @@ def explain_match(
     """
     if not scopes:
         return 0, 0, "never_seen", None
-    tree, size = manager.tree, manager.block_size
+    size = manager.block_size
     match = manager.match(tokens, scopes, now=-1)
     device = len(match.blocks) * size
     host = len(match.host_blocks) * size
@@ -34,6 +34,4 @@ def explain_match(
     evicted = manager.evictor.last_eviction(tokens, match.num_blocks, scopes)
     if evicted is not None:
         return device, host, "evicted", step - evicted
-    if tree.has_beyond(tokens, scopes, match.num_tokens):
-        return device, host, "differs", None
-    return device, host, "never_seen", None
+    return device, host, "differs" if match.num_tokens and match.continues else "never_seen", None

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections import Counter
 
-from chatserve.cache.kv_cache_manager import BlockTable, KVCacheManager
+from chatserve.cache.block_table import BlockTable
+from chatserve.cache.kv_cache_manager import KVCacheManager
 from chatserve.cache.node import Node
 from chatserve.cache.radix_tree import RadixTree
 

@@ -12,45 +12,15 @@ tree leads only `node_of`, which splits keep true. What is given up when a tier 
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from chatserve.cache.block_pool import BlockPool
+from chatserve.cache.match import Match
 from chatserve.cache.node import TOKEN_BYTES, Node, common_prefix
 
 if TYPE_CHECKING:
     from chatserve.cache.eviction import EvictionOrder
-
-
-class Match:
-    """What of a token run is cached and visible.
-
-    Attributes:
-        blocks: whole device blocks, in order.
-        host_blocks: whole host blocks that follow them.
-        tail_block: a block whose first ``tail_tokens`` tokens continue the run, or ``None``. It is reused by
-            copying, or taken over.
-        tail_on_host: which tier's id ``tail_block`` is.
-        tail_takeable: the tail is a partial node of the asker's own scope, matched to its end.
-        num_tokens: all matched tokens, tail included.
-    """
-
-    __slots__ = ("blocks", "host_blocks", "num_tokens", "tail_block", "tail_on_host", "tail_takeable", "tail_tokens")
-
-    def __init__(self, blocks: list[int], host_blocks: list[int], num_tokens: int) -> None:
-        self.blocks = blocks
-        self.host_blocks = host_blocks
-        self.num_tokens = num_tokens
-        self.tail_block: int | None = None
-        self.tail_tokens = 0
-        self.tail_on_host = False
-        self.tail_takeable = False
-
-    @property
-    def num_blocks(self) -> int:
-        """Whole blocks on either tier."""
-        return len(self.blocks) + len(self.host_blocks)
 
 
 class RadixTree:
@@ -116,6 +86,7 @@ class RadixTree:
         blocks, host_blocks = self._path_blocks(best_node, best_full)
         match = Match(blocks, host_blocks, best_bytes // TOKEN_BYTES)
         self._touch(tail or best_node, now)
+        match.continues = best_full < best_node.length or any(scope in best_node.ordered for scope in scopes)
         if tail is not None:
             tail_bytes = best_bytes - match.num_blocks * self.block_bytes
             match.tail_tokens = tail_bytes // TOKEN_BYTES
@@ -132,29 +103,11 @@ class RadixTree:
             child = self._child(node, scope, first)
             if child is not None:
                 return child, common_prefix(child.tokens, 0, tokens, pos)
-        entry = node.ordered.get(scope)
-        if entry is None or not first:
-            return None, 0
-        keys, nodes = entry
-        at = bisect_left(keys, first)
-        best: Node | None = None
-        best_same = 0
-        # Sorted by bytes, so the longest common prefix is that of a neighbour. Among equals the partial node
-        # wins (it sorts first): its block may be taken over instead of copied.
-        for i in (at - 1, at):
-            if 0 <= i < len(keys):
-                same = common_prefix(keys[i], 0, first, 0)
-                if same > best_same:
-                    best, best_same = nodes[i], same
-        return best, best_same
+        return node.nearest_child(scope, first)
 
     def _child(self, node: Node, scope: int, first: bytes) -> Node | None:
-        bucket = node.children.get((scope, self._hash(first)))
-        if bucket is not None:
-            for child in bucket:
-                if child.tokens.startswith(first):
-                    return child
-        return None
+        """The child of ``node`` in ``scope`` whose run begins with this whole block."""
+        return node.exact_child(scope, first, self._hash(first))
 
     def _path_blocks(self, node: Node, count: int) -> tuple[list[int], list[int]]:
         """Device and host block ids from the root to the ``count``-th block of ``node``."""
@@ -311,16 +264,8 @@ class RadixTree:
 
     def _drop_covered_partials(self, node: Node, scope: int, tokens: bytes) -> None:
         """Remove the partial children of ``node`` whose tokens are a prefix of ``tokens``."""
-        entry = node.ordered.get(scope)
-        if entry is None:
-            return
-        keys, nodes = entry
-        first = tokens[: self.block_bytes]
-        at = bisect_left(keys, first) - 1
-        while at >= 0 and keys[at][:TOKEN_BYTES] == first[:TOKEN_BYTES]:
-            if len(keys[at]) < self.block_bytes and first.startswith(keys[at]):
-                self.cut(nodes[at], 0)
-            at -= 1
+        for child in node.partial_children(scope, tokens[: self.block_bytes]):
+            self.cut(child, 0)
 
     def _split(self, node: Node, offset: int) -> Node:
         """Cut ``node``'s run before its block ``offset``; returns the new upper node.
@@ -347,38 +292,14 @@ class RadixTree:
         return upper
 
     def _link(self, node: Node) -> None:
-        parent = node.parent
-        assert parent is not None
-        if node.blocks:
-            parent.num_device_children += 1
+        assert node.parent is not None
         first = bytes(node.tokens[: self.block_bytes])
-        if len(first) == self.block_bytes:
-            parent.children.setdefault((node.scope, self._hash(first)), []).append(node)
-        keys, nodes = parent.ordered.setdefault(node.scope, ([], []))
-        at = bisect_left(keys, first)
-        keys.insert(at, first)
-        nodes.insert(at, node)
+        node.parent.link(node, first, self._hash(first) if len(first) == self.block_bytes else None)
 
     def _unlink(self, node: Node) -> None:
-        parent = node.parent
-        assert parent is not None
-        if node.blocks:
-            parent.num_device_children -= 1
+        assert node.parent is not None
         first = bytes(node.tokens[: self.block_bytes])
-        if len(first) == self.block_bytes:
-            key = (node.scope, self._hash(first))
-            bucket = parent.children[key]
-            bucket.remove(node)
-            if not bucket:
-                del parent.children[key]
-        keys, nodes = parent.ordered[node.scope]
-        at = bisect_left(keys, first)
-        while nodes[at] is not node:
-            at += 1
-        del keys[at]
-        del nodes[at]
-        if not keys:
-            del parent.ordered[node.scope]
+        node.parent.unlink(node, first, self._hash(first) if len(first) == self.block_bytes else None)
 
     # ------------------------------------------------------------------ between tiers
 
@@ -519,22 +440,6 @@ class RadixTree:
             self.cut(node, 0)
         return blocks, host_blocks
 
-    def has_beyond(self, tokens: bytes, scopes: tuple[int, ...], num_matched: int) -> bool:
-        """Whether something visible is cached beyond the first ``num_matched`` tokens, which are all that match."""
-        node, pos = self.root, 0
-        while True:
-            child = None
-            for scope in scopes:
-                child, same = self._best_child(node, scope, tokens, pos)
-                if child is not None and same:
-                    break
-            if child is None or not same:
-                return bool(node.ordered.keys() & set(scopes)) and node is not self.root
-            pos += same
-            if same < len(child.tokens):
-                return pos // TOKEN_BYTES >= num_matched
-            node = child
-
     def nodes(self) -> Iterator[Node]:
         """Every node, children before parents."""
         return self._nodes_below(self.root)
@@ -543,6 +448,5 @@ class RadixTree:
         """``node`` and all below it, children before parents."""
         order = [node]
         for each in order:
-            for _, nodes in each.ordered.values():
-                order += nodes
+            order += each.iter_children()
         return reversed(order)

@@ -6,7 +6,8 @@ its blocks are held like a sequence's, within a budget, until it is withdrawn. `
 
 from __future__ import annotations
 
-from chatserve.cache.kv_cache_manager import BlockTable, KVCacheManager
+from chatserve.cache.block_table import BlockTable
+from chatserve.cache.kv_cache_manager import KVCacheManager
 from chatserve.engine.protocol import Publish, PublishReply
 from chatserve.sampling_params import SamplingParams
 from chatserve.scheduler.fairness import OPERATOR

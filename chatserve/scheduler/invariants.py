@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from chatserve.cache.block_table import BlockTable
 from chatserve.cache.invariants import check_manager, require
-from chatserve.cache.kv_cache_manager import BlockTable
 from chatserve.scheduler.request import Status
 from chatserve.scheduler.scheduler import Scheduler
 

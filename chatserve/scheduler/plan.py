@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from chatserve.cache.kv_cache_manager import KVCacheManager, TableChange
+from chatserve.cache.block_table import TableChange
+from chatserve.cache.kv_cache_manager import KVCacheManager
 from chatserve.scheduler.batch import Batch, Int32s
 from chatserve.scheduler.output import NewSequence, SchedulerOutput
 from chatserve.scheduler.request import Sequence

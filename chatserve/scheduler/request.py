@@ -9,7 +9,7 @@ from __future__ import annotations
 from array import array
 from enum import Enum
 
-from chatserve.cache.kv_cache_manager import BlockTable
+from chatserve.cache.block_table import BlockTable
 from chatserve.sampling_params import SamplingParams
 
 

@@ -11,8 +11,9 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from chatserve.cache.kv_cache_manager import BlockTable, KVCacheManager
-from chatserve.cache.radix_tree import Match
+from chatserve.cache.block_table import BlockTable
+from chatserve.cache.kv_cache_manager import KVCacheManager
+from chatserve.cache.match import Match
 from chatserve.config import SchedulerConfig
 from chatserve.errors import ContextLengthError
 from chatserve.scheduler.batch import NEVER, Batch, Int32s

@@ -9,8 +9,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from chatserve.cache.block_table import BlockTable
 from chatserve.cache.invariants import check_manager
-from chatserve.cache.kv_cache_manager import BlockTable, KVCacheManager, xxh3_hash
+from chatserve.cache.kv_cache_manager import KVCacheManager, xxh3_hash
 
 SIZE = 4
 ME = (1,)
