@@ -44,7 +44,7 @@ LIGHT = (
     *("chatserve.cache.kv_cache_manager", "chatserve.scheduler.scheduler", "chatserve.engine.core"),
     *("chatserve.engine.process", "chatserve.engine.client", "chatserve.engine.transport"),
     *("chatserve.text.tokenizer", "chatserve.text.chat_template", "chatserve.sessions.memory_store"),
-    *("chatserve.server.app", "chatserve.server.websocket", "chatserve.server.generation"),
+    *("chatserve.server.app", "chatserve.server.websocket", "chatserve.server.generation_service"),
     *("chatserve.cli.serve", "chatserve.cli.models", "chatserve.model.store"),
     *("chatserve.cli.tenants", "chatserve.tenancy.registry"),
 )

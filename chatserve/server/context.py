@@ -17,7 +17,7 @@ from chatserve.scope import Scope
 if TYPE_CHECKING:
     from chatserve.engine.client import EngineClient
     from chatserve.server.auth import Authenticator, Principal
-    from chatserve.server.generation import GenerationService
+    from chatserve.server.generation_service import GenerationService
     from chatserve.server.metrics import ServerMetrics
     from chatserve.server.origin import OriginPolicy
     from chatserve.server.prefixes import PrefixRegistry

@@ -18,7 +18,7 @@ from chatserve.config import Prefix
 from chatserve.engine.client import EngineClient
 from chatserve.errors import ChatserveError, ConflictError, InvalidRequestError, NotFoundError
 from chatserve.scope import Scope
-from chatserve.server.generation import GenerationService
+from chatserve.server.generation_service import GenerationService
 from chatserve.text.chat_template import ChatMessage
 
 MAX_PREFIXES = 256

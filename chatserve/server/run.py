@@ -26,7 +26,7 @@ from chatserve.errors import ConfigError, DrainingError
 from chatserve.server.app import create_app
 from chatserve.server.auth import Authenticator
 from chatserve.server.context import Lifecycle, ServerContext
-from chatserve.server.generation import GenerationService
+from chatserve.server.generation_service import GenerationService
 from chatserve.server.http_protocol import guarded_protocol
 from chatserve.server.log_setup import configure_logging
 from chatserve.server.metrics import ServerMetrics

@@ -2,7 +2,7 @@
 
 Text does not determine ids: the same answer may be retokenised differently from how it was generated, and then its
 cached KV blocks are not found. Keyed by scope and exact text, so one tenant's ids never enter another's prompt.
-Written and read by `chatserve.server.generation`; bounded, in memory, forgotten on restart.
+Written and read by `chatserve.server.generation_service`; bounded, in memory, forgotten on restart.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Two promises beyond rendering. Text that a user types never becomes a control token: content is cut inside every
 occurrence of a control token's text, and the pieces are encoded on their own. And where the exact ids behind an
 earlier answer are known, they go into the prompt instead of that answer's text, so that a conversation's next
-prompt begins with the tokens that are already cached. Used by `chatserve.server.generation`; knows no HTTP.
+prompt begins with the tokens that are already cached. Used by `chatserve.server.generation_service`; knows no HTTP.
 """
 
 from __future__ import annotations
