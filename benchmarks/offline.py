@@ -15,7 +15,7 @@ import statistics
 import sys
 import time
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -139,10 +139,11 @@ class Transformers:
         )
 
 
-def measure(model: str, rounds: int, threads: int | None) -> dict[str, Any]:
+def measure(model: str, rounds: int, threads: int | None, kernels: Literal["auto", "torch"]) -> dict[str, Any]:
     """Run everything ``rounds`` times, ours and theirs in turn; medians."""
     prepared = store.resolve(model)
-    engine = Engine(EngineConfig(model=ModelConfig(path=str(prepared.path), name=prepared.name), threads=threads))
+    served = ModelConfig(path=str(prepared.path), name=prepared.name)
+    engine = Engine(EngineConfig(model=served, threads=threads, kernels=kernels))
     theirs = Transformers(str(prepared.path), engine.info.dtype)
     rng = np.random.default_rng()
 
@@ -168,7 +169,7 @@ def measure(model: str, rounds: int, threads: int | None) -> dict[str, Any]:
         for name, timings in peers.items():
             log(f"round {round_number}: transformers {name}, {timings[-1].end_to_end:7.1f} tok/s end to end")
         loads.append(os.getloadavg()[0])
-    return report(engine.info, theirs.version, ours, prefill, peers, loads, rounds)
+    return report(engine.info, theirs.version, ours, prefill, peers, loads, rounds) | {"kernels": kernels}
 
 
 def report(
@@ -235,7 +236,9 @@ def table(result: dict[str, Any]) -> str:
         lines.append(f"{'hf ' + name:>12} {value:>12} {peers['decode_only_tok_s'][name]:>12}")
     lines += [f"prefill {name}: {value} tokens/s" for name, value in result["prefill_tok_s"].items()]
     lines += [f"{name}: {value}" for name, value in result["ratios"].items()]
-    lines.append(f"{result['model']}, {result['dtype']}, {result['threads']} threads, load {result['load_average']}")
+    lines.append(
+        f"{result['model']}, {result['dtype']}, kernels {result['kernels']}, {result['threads']} threads, load {result['load_average']}"
+    )
     return "\n".join(lines)
 
 
@@ -244,9 +247,10 @@ def main() -> None:
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=None)
+    parser.add_argument("--kernels", choices=("auto", "torch"), default="auto", help="compiled kernels, or plain torch")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     arguments = parser.parse_args()
-    result = measure(arguments.model, arguments.rounds, arguments.threads)
+    result = measure(arguments.model, arguments.rounds, arguments.threads, arguments.kernels)
     print(json.dumps(result) if arguments.json else table(result))
 
 

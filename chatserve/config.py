@@ -26,6 +26,8 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         revision: identity of weights and tokenizer; part of every cache scope.
         dtype: of weights and KV cache; ``auto`` is bfloat16 where that is fast, else float32.
         max_model_len: tokens of prompt and output; ``None`` takes the model's own limit.
+        quantization: format in which compiled CPU kernels multiply weights. ``auto`` uses the blocks that the model
+            was published with, if any; ``none`` multiplies in ``dtype``.
     """
 
     path: str = ""
@@ -33,6 +35,7 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     revision: str = ""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     max_model_len: Positive | None = None
+    quantization: Literal["auto", "none", "q4_1", "q8_0"] = "auto"
     trust_remote_code: bool = False
 
 
@@ -82,6 +85,7 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     Attributes:
         threads: compute threads; ``None`` takes the cores this process may use (cgroup limits included).
+        kernels: ``auto`` compiles CPU kernels once and uses them, and torch where that fails; ``torch`` never does.
         executor: ``torch``, or ``package.module:factory`` for a test double; a factory takes this config
             and returns ``(Executor, EngineInfo)``.
     """
@@ -90,6 +94,7 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     cache: CacheConfig = CacheConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
     threads: Positive | None = None
+    kernels: Literal["auto", "torch"] = "auto"
     executor: str = "torch"
 
 

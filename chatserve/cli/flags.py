@@ -140,6 +140,12 @@ SETTINGS = (
         kind="size",
     ),
     Setting("engine.scheduler.max_num_queued_reqs", "--max-num-queued-reqs", "Waiting requests before 429."),
+    Setting(
+        "engine.model.quantization",
+        "--quantization",
+        "auto (the blocks a GGUF file stores), none, q4_1 or q8_0: how CPU kernels hold the weights.",
+    ),
+    Setting("engine.kernels", "--kernels", "auto (compiled once, on this machine) or torch."),
     Setting("engine.threads", "--threads", "Compute threads; default: the cores this process may use."),
 )
 
@@ -153,7 +159,6 @@ UNSUPPORTED = (
     Unsupported("--tensor-parallel-size", "One process computes.", ("1",), aliases=("-tp",)),
     Unsupported("--pipeline-parallel-size", "One process computes.", ("1",), aliases=("-pp",)),
     Unsupported("--data-parallel-size", "One engine per server.", ("1",), aliases=("-dp",)),
-    Unsupported("--quantization", "Weights are served in --dtype; quantised GGUF files are expanded once.", ("none",)),
     Unsupported("--kv-cache-dtype", "The KV cache has the dtype of the model (--dtype).", ("auto",)),
     Unsupported("--kv-offloading-size", "Use --swap-space.", ("0",)),
     Unsupported("--gpu-memory-utilization", "Use --kv-cache-memory-bytes or --num-gpu-blocks-override."),

@@ -25,6 +25,7 @@ SUBCOMMANDS = {
     "serve": _Subcommand("chatserve.cli.serve:serve", "Serve a model: API, WebSocket and chat page."),
     "chat": _Subcommand("chatserve.cli.chat:chat", "Chat in the terminal with a server."),
     "models": _Subcommand("chatserve.cli.models:models", "Fetch and list models."),
+    "kernels": _Subcommand("chatserve.cli.kernels:kernels", "Compile the CPU kernels."),
     "tenants": _Subcommand("chatserve.cli.tenants:tenants", "Manage tenants, their keys and limits; show usage."),
     "prefixes": _Subcommand("chatserve.cli.prefixes:prefixes", "Publish system prompts that all tenants share."),
     "doctor": _Subcommand("chatserve.cli.doctor:doctor", "Check a running server."),

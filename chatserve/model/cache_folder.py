@@ -23,7 +23,7 @@ import msgspec
 
 from chatserve.errors import ModelLoadError
 
-CONVERTER_VERSION = 1
+CONVERTER_VERSION = 2
 COPY_BYTES = 1024 * 1024
 _MANIFEST = "chatserve.json"
 

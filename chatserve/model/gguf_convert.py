@@ -14,7 +14,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, TypeVar
 
 import gguf
 import msgspec
@@ -29,6 +29,9 @@ ROWS_AT_ONCE_BYTES = 64 * 1024 * 1024
 
 Report = Callable[[str, int, int], None]
 FloatArray = npt.NDArray[np.float32]
+Number = TypeVar("Number", bound=np.generic)
+
+_KEPT_FORMATS = ("Q4_0", "Q4_1", "Q8_0")
 
 _GLOBAL_NAMES = {
     "token_embd.weight": "model.embed_tokens.weight",
@@ -98,6 +101,7 @@ def _convert(source: Path, target: Path, report: Report) -> None:
     config = model_config(meta, tensors)
     report("read", 1, 1)
     write_weights(target / "model.safetensors", tensors, config, meta.architecture, report)
+    write_blocks(target / "quantized.safetensors", tensors, config, meta.architecture)
     report("tokenizer", 0, 1)
     special = convert_tokenizer(meta, target)
     config["bos_token_id"] = special.bos_token_id
@@ -211,17 +215,53 @@ def write_weights(
         end = offset + 2 * int(np.prod(shape))
         header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [offset, end]}
         offset = end
-    encoded = msgspec.json.encode(header)
-    encoded += b" " * (-len(encoded) % 64)
     with path.open("wb") as file:
-        file.write(struct.pack("<Q", len(encoded)))
-        file.write(encoded)
+        _write_header(file, header)
         for name, tensor in named.items():
             for rows in _float_rows(name, tensor, config, arch):
                 file.write(to_bfloat16(rows).tobytes())
             report("weights", header[name]["data_offsets"][1], offset)
         file.flush()
         os.fsync(file.fileno())
+
+
+def write_blocks(path: Path, tensors: dict[str, gguf.ReaderTensor], config: dict[str, Any], arch: str) -> None:
+    """Keep the matrices whose stored blocks the CPU kernels multiply as they are; no file where there are none.
+
+    One uint8 tensor ``[rows, bytes per row]`` each, called like the matrix with the format's name appended. Blocks
+    run along rows, so the reordering of q and k rows is exact.
+    """
+    named = {
+        f"{_hf_name(name)}.{tensor.tensor_type.name.lower()}": tensor
+        for name, tensor in tensors.items()
+        if tensor.tensor_type.name in _KEPT_FORMATS and tensor.data.ndim == 2
+    }
+    if not named:
+        return
+    header: dict[str, Any] = {}
+    offset = 0
+    for name, tensor in named.items():
+        header[name] = {
+            "dtype": "U8",
+            "shape": [int(size) for size in tensor.data.shape],
+            "data_offsets": [offset, offset + tensor.data.nbytes],
+        }
+        offset += tensor.data.nbytes
+    with path.open("wb") as file:
+        _write_header(file, header)
+        for name, tensor in named.items():
+            heads = _permuted_heads(name, config, arch)
+            rows = np.asarray(tensor.data) if heads is None else unpermute(np.asarray(tensor.data), heads)
+            file.write(np.ascontiguousarray(rows).tobytes())
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _write_header(file: IO[bytes], header: dict[str, Any]) -> None:
+    encoded = msgspec.json.encode(header)
+    encoded += b" " * (-len(encoded) % 64)
+    file.write(struct.pack("<Q", len(encoded)))
+    file.write(encoded)
 
 
 def _hf_name(name: str) -> str:
@@ -235,15 +275,23 @@ def _hf_name(name: str) -> str:
 
 def _float_rows(name: str, tensor: gguf.ReaderTensor, config: dict[str, Any], arch: str) -> Iterator[FloatArray]:
     """The tensor as float32 in Hugging Face order: whole if its rows are to be permuted, else in groups of rows."""
-    if arch == "llama" and ".self_attn.q_proj." in name:
-        yield unpermute(_dequantise(tensor.data, tensor.tensor_type), config["num_attention_heads"])
-    elif arch == "llama" and ".self_attn.k_proj." in name:
-        yield unpermute(_dequantise(tensor.data, tensor.tensor_type), config["num_key_value_heads"])
+    heads = _permuted_heads(name, config, arch)
+    if heads is not None:
+        yield unpermute(_dequantise(tensor.data, tensor.tensor_type), heads)
     else:
         columns = int(tensor.shape[0])
         step = len(tensor.data) if tensor.data.ndim == 1 else max(1, ROWS_AT_ONCE_BYTES // (4 * columns))
         for start in range(0, len(tensor.data), step):
             yield _dequantise(tensor.data[start : start + step], tensor.tensor_type)
+
+
+def _permuted_heads(name: str, config: dict[str, Any], arch: str) -> int | None:
+    """Heads of a projection whose rows llama.cpp reorders; ``None`` for all other tensors."""
+    if arch == "llama" and ".self_attn.q_proj." in name:
+        return int(config["num_attention_heads"])
+    if arch == "llama" and ".self_attn.k_proj." in name:
+        return int(config["num_key_value_heads"])
+    return None
 
 
 def _dequantise(data: npt.NDArray[Any], kind: gguf.GGMLQuantizationType) -> FloatArray:
@@ -253,11 +301,11 @@ def _dequantise(data: npt.NDArray[Any], kind: gguf.GGMLQuantizationType) -> Floa
         raise ModelLoadError(f"GGUF tensor type {kind.name} cannot be dequantised; choose another file.") from error
 
 
-def unpermute(weight: FloatArray, num_heads: int) -> FloatArray:
+def unpermute(weight: npt.NDArray[Number], num_heads: int) -> npt.NDArray[Number]:
     """Undo llama.cpp's reordering of q and k rows: interleaved rotary pairs back to two halves.
 
     Args:
-        weight: ``[num_heads * head_dim, …]``.
+        weight: ``[num_heads * head_dim, …]``; values or whole blocks of them.
     """
     halves = weight.shape[0] // num_heads // 2
     return weight.reshape(num_heads, halves, 2, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)

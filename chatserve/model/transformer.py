@@ -9,6 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
+from chatserve_kernels.cpu.backend import NativeAttentionStep, NativeBackend
 from chatserve_kernels.interface import AttentionStep, Backend
 from torch import Tensor
 from torch.nn import functional
@@ -16,6 +17,7 @@ from torch.nn import functional
 from chatserve.errors import ModelLoadError
 from chatserve.model.architecture import Architecture
 from chatserve.model.linear import Linear
+from chatserve.model.native import Quantization, make_decoder
 from chatserve.model.rope import rope_tables
 from chatserve.model.weights import Checkpoint
 
@@ -28,20 +30,32 @@ class Transformer:
 
     Args:
         num_positions: length of the rotary tables; positions must stay below it.
+        quantization: with a native backend and bfloat16, which weights its kernels multiply in a quantised format.
 
     Raises:
         ModelLoadError: weights missing, damaged, or not those that ``config.json`` describes.
     """
 
     def __init__(
-        self, folder: Path, architecture: Architecture, backend: Backend, dtype: torch.dtype, num_positions: int
+        self,
+        folder: Path,
+        architecture: Architecture,
+        backend: Backend,
+        dtype: torch.dtype,
+        num_positions: int,
+        quantization: Quantization = "auto",
     ) -> None:
         self.architecture = architecture
         self._backend = backend
-        self._cos, self._sin = rope_tables(architecture, num_positions, dtype)
         vocabulary = (architecture.vocab_size, architecture.hidden_size)
+        self._decoder = None
         with Checkpoint(folder) as checkpoint:
             self._embedding = checkpoint.tensor("model.embed_tokens.weight", vocabulary, dtype)
+            if isinstance(backend, NativeBackend) and dtype == torch.bfloat16:
+                self._decoder = make_decoder(checkpoint, architecture, backend.library, quantization, num_positions)
+            if self._decoder is not None:
+                return
+            self._cos, self._sin = rope_tables(architecture, num_positions, dtype)
             self._layers = [
                 DecoderLayer(checkpoint, architecture, layer, backend, dtype)
                 for layer in range(architecture.num_layers)
@@ -54,6 +68,11 @@ class Transformer:
                 raise ModelLoadError(f"Weights in {folder} lack lm_head.weight, and tie_word_embeddings is not set.")
             self._head = Linear(head)
 
+    @property
+    def is_native(self) -> bool:
+        """Whether quantised weights run in the compiled kernels, one call per step."""
+        return self._decoder is not None
+
     def forward(self, token_ids: Tensor, positions: Tensor, attention: AttentionStep) -> Tensor:
         """Run every layer.
 
@@ -65,6 +84,9 @@ class Transformer:
         Returns:
             The residual stream after the last layer, [T, hidden_size]; `logits` takes rows of it.
         """
+        if self._decoder is not None and isinstance(attention, NativeAttentionStep):
+            embedded = functional.embedding(token_ids, self._embedding).float()
+            return self._decoder.forward(embedded, positions, attention)
         cos = self._cos.index_select(0, positions)
         sin = self._sin.index_select(0, positions)
         hidden = functional.embedding(token_ids, self._embedding)
@@ -74,6 +96,8 @@ class Transformer:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [s, hidden_size] → float32 [s, vocab_size]."""
+        if self._decoder is not None:
+            return self._decoder.logits(hidden)
         normed = self._backend.rms_norm(hidden, self._norm, self.architecture.rms_norm_eps)
         return self._head(normed).float()
 

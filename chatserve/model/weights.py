@@ -20,6 +20,11 @@ from chatserve.errors import ModelLoadError
 
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
+BLOCKS_FILE = "quantized.safetensors"
+
+# Formats of stored blocks, and the bytes of one, which holds this many values of a row.
+_BLOCK_BYTES = {"q4_0": 18, "q4_1": 20, "q8_0": 34}
+_BLOCK_VALUES = 32
 
 
 class Checkpoint:
@@ -32,10 +37,17 @@ class Checkpoint:
         self._folder = folder
         self._stack = ExitStack()
         self._file_of: dict[str, Any] = {}
+        self._blocks: Any = None
+        self._block_names: dict[str, str] = {}
         try:
+            if (folder / BLOCKS_FILE).is_file():
+                self._blocks = self._stack.enter_context(safe_open(folder / BLOCKS_FILE, framework="pt"))
+                for name in self._blocks.keys():  # noqa: SIM118 - not a dict, iterable only by keys()
+                    matrix, _, kind = name.rpartition(".")
+                    self._block_names[matrix] = kind
             for path in _files(folder):
                 file = self._stack.enter_context(safe_open(path, framework="pt"))
-                for name in file.keys():  # noqa: SIM118 - not a dict, iterable only by keys()
+                for name in file.keys():  # noqa: SIM118 - as above
                     self._file_of[name] = file
         except (SafetensorError, OSError) as error:
             self._stack.close()
@@ -67,6 +79,28 @@ class Checkpoint:
             raise ModelLoadError(f"Tensor {name!r} in {self._folder} has dtype {tensor.dtype}; expected floats.")
         return tensor.to(dtype)
 
+    @property
+    def has_blocks(self) -> bool:
+        """Whether any matrix is also there in the quantised format it was published in."""
+        return bool(self._block_names)
+
+    def blocks(self, name: str, shape: tuple[int, int]) -> tuple[str, Tensor] | None:
+        """Format and uint8 blocks [rows, bytes per row] of the matrix ``name``; ``None`` where only values are kept.
+
+        Raises:
+            ModelLoadError: blocks that do not make a matrix of that shape.
+        """
+        kind = self._block_names.get(name)
+        if kind not in _BLOCK_BYTES:
+            return None
+        blocks: Tensor = self._blocks.get_tensor(f"{name}.{kind}")
+        expected = (shape[0], shape[1] // _BLOCK_VALUES * _BLOCK_BYTES[kind])
+        if tuple(blocks.shape) != expected or shape[1] % _BLOCK_VALUES or blocks.dtype != torch.uint8:
+            raise ModelLoadError(
+                f"Blocks of {name!r} in {self._folder / BLOCKS_FILE} are {tuple(blocks.shape)}, expected {expected}."
+            )
+        return kind, blocks
+
 
 def _files(folder: Path) -> list[Path]:
     index = folder / _INDEX
@@ -80,7 +114,7 @@ def _files(folder: Path) -> list[Path]:
     elif (folder / _SINGLE).is_file():
         files = [folder / _SINGLE]
     else:
-        files = sorted(folder.glob("*.safetensors"))
+        files = sorted(path for path in folder.glob("*.safetensors") if path.name != BLOCKS_FILE)
     if not files:
         raise ModelLoadError(f"{folder} has no *.safetensors weights.")
     missing = [path.name for path in files if not path.is_file()]

@@ -9,17 +9,22 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import sys
 import time
 from pathlib import Path
 
 import numpy as np
 import torch
+from chatserve_kernels.cpu.backend import NativeBackend
+from chatserve_kernels.interface import Backend
 from chatserve_kernels.torch_backend import TorchBackend
 
 from chatserve.config import EngineConfig
 from chatserve.engine.protocol import EngineInfo
 from chatserve.errors import ConfigError, ModelLoadError
 from chatserve.model.architecture import Architecture
+from chatserve.model.kernels import load_kernels
+from chatserve.model.native import is_quantised
 from chatserve.model.transformer import Transformer
 from chatserve.sampling_params import SamplingParams
 from chatserve.scheduler.output import ModelRunnerOutput, NewSequence, SchedulerOutput
@@ -65,12 +70,12 @@ def load(config: EngineConfig) -> tuple[InProcessExecutor, EngineInfo]:
     folder = Path(config.model.path)
     architecture = Architecture.from_folder(folder)
     max_model_len = _max_model_len(config, architecture)
-    dtype = _dtype(config)
     threads = config.threads or machine.usable_cores()
     torch.set_num_threads(threads)
 
-    backend = TorchBackend()
-    model = Transformer(folder, architecture, backend, dtype, max_model_len)
+    backend = _backend(config, threads)
+    dtype = _dtype(config, backend, folder)
+    model = Transformer(folder, architecture, backend, dtype, max_model_len, config.model.quantization)
     kv_bytes_per_token = architecture.kv_elements_per_token * dtype.itemsize
     block_size = config.cache.block_size
     blocks_per_sequence = -(-max_model_len // block_size)
@@ -141,9 +146,24 @@ def _max_model_len(config: EngineConfig, architecture: Architecture) -> int:
     return wanted
 
 
-def _dtype(config: EngineConfig) -> torch.dtype:
+def _backend(config: EngineConfig, threads: int) -> Backend:
+    """Compiled kernels where they are wanted and can be had, else torch."""
+    library = None
+    if config.kernels == "auto":
+        library = load_kernels(threads, _notice)
+    return TorchBackend() if library is None else NativeBackend(library)
+
+
+def _notice(line: str) -> None:
+    sys.stderr.write(line + "\n")
+    sys.stderr.flush()
+
+
+def _dtype(config: EngineConfig, backend: Backend, folder: Path) -> torch.dtype:
     if config.model.dtype == "auto":
-        return torch.bfloat16 if machine.bfloat16_is_fast() else torch.float32
+        # Quantised kernels only store keys and values in bfloat16; they do not compute in it.
+        quantised = isinstance(backend, NativeBackend) and is_quantised(folder, config.model.quantization)
+        return torch.bfloat16 if quantised or machine.bfloat16_is_fast() else torch.float32
     return _DTYPES[config.model.dtype]
 
 

@@ -58,6 +58,8 @@ def test_every_flag_reaches_its_value() -> None:
         **{f"tenancy.{name}": ("seven", "seven") for name in ("database", "file", "admin_api_key")},
         "engine.model.name": ("m", "m"),
         "engine.model.dtype": ("half", "float16"),
+        "engine.model.quantization": ("q8_0", "q8_0"),
+        "engine.kernels": ("torch", "torch"),
         "engine.cache.block_size": ("32", 32),
         "engine.model.max_model_len": ("4K", 4096),
         "engine.cache.preemption_mode": ("recompute", "recompute"),

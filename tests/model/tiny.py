@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from chatserve_kernels.interface import AttentionMetadata, kv_cache_shape
+from chatserve_kernels.interface import AttentionMetadata, Backend, kv_cache_shape
 from chatserve_kernels.torch_backend import TorchBackend
 from torch import Tensor
 
@@ -51,13 +51,15 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def write_model(folder: Path, variant: str, *, max_shard_size: str = "1GB", seed: int = 0) -> torch.nn.Module:
+def write_model(
+    folder: Path, variant: str, *, max_shard_size: str = "1GB", seed: int = 0, **sizes: Any
+) -> torch.nn.Module:
     """Write a random model folder with float32 weights; returns transformers' model of it, in eval mode."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     model_type, changes = VARIANTS[variant]
     torch.manual_seed(seed)
-    config = AutoConfig.for_model(model_type, **{**SIZES, **changes})
+    config = AutoConfig.for_model(model_type, **{**SIZES, **changes, **sizes})
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     with torch.no_grad():
         # Fresh biases are zero and norms one: random ones show whether they are used at all.
@@ -82,7 +84,12 @@ def load_model(folder: Path, dtype: torch.dtype = torch.float32, num_positions: 
 
 
 @torch.inference_mode()
-def all_logits(model: Transformer, prompts: list[list[int]], dtype: torch.dtype = torch.float32) -> list[Tensor]:
+def all_logits(
+    model: Transformer,
+    prompts: list[list[int]],
+    dtype: torch.dtype = torch.float32,
+    backend: Backend | None = None,
+) -> list[Tensor]:
     """Logits at every position of every prompt, from one ragged step over an empty cache of 4-token blocks."""
     block_size = 4
     architecture = model.architecture
@@ -105,7 +112,7 @@ def all_logits(model: Transformer, prompts: list[list[int]], dtype: torch.dtype 
         kv_cache_shape(first, architecture.num_layers, architecture.num_kv_heads, block_size, architecture.head_dim),
         dtype=dtype,
     )
-    step = TorchBackend().begin_step(metadata, cache)
+    step = (backend or TorchBackend()).begin_step(metadata, cache)
     token_ids = torch.tensor([token for prompt in prompts for token in prompt])
     hidden = model.forward(token_ids, positions, step)
     return list(model.logits(hidden).split(lengths.tolist()))

@@ -1,0 +1,97 @@
+"""Attention in C++ behind the common interface; what is left of it in torch.
+
+`NativeBackend` is what the model room gets on CPUs where the kernels could be built. Attention is native for bfloat16
+caches; pointwise operations, which only networks without quantised weights need one by one, are torch's.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from chatserve_kernels.cpu.library import Library, PagedStruct
+from chatserve_kernels.interface import AttentionMetadata, AttentionStep, check_kv_cache
+from chatserve_kernels.torch_backend import TorchBackend
+
+
+def address(tensor: Tensor | None) -> int | None:
+    """Where a contiguous tensor's elements lie; ``None`` for none."""
+    if tensor is None:
+        return None
+    if not tensor.is_contiguous():
+        raise ValueError("kernels take contiguous tensors")
+    return tensor.data_ptr()
+
+
+class NativeAttentionStep:
+    """`AttentionStep` over a bfloat16 cache.
+
+    Attributes:
+        paged: the step as the kernels take it; valid as long as this object.
+        slot_mapping: int64 [T].
+    """
+
+    def __init__(self, library: Library, metadata: AttentionMetadata, kv_cache: Tensor) -> None:
+        check_kv_cache(kv_cache)
+        _, num_layers, _, kv_heads, block_size, head_dim = kv_cache.shape
+        self._library = library
+        self._shape = (kv_heads, head_dim)
+        tables = metadata.block_tables.contiguous()
+        self.slot_mapping = metadata.slot_mapping.contiguous()
+        self._keep = (kv_cache, metadata, tables)
+        self.paged = PagedStruct(
+            cache=address(kv_cache),
+            num_layers=num_layers,
+            kv_heads=kv_heads,
+            block_size=block_size,
+            head_dim=head_dim,
+            num_sequences=len(metadata.seq_lens),
+            query_start=address(metadata.query_start_loc),
+            seq_lens=address(metadata.seq_lens),
+            block_tables=address(tables),
+            table_stride=tables.shape[1] if tables.dim() == 2 else 0,
+        )
+
+    def write(self, layer: int, key_value: Tensor) -> None:
+        values = key_value.float().contiguous()
+        self._library.call(
+            *("cs_write_cache", ctypes.byref(self.paged), layer, len(values)),
+            *(address(self.slot_mapping), address(values)),
+        )
+
+    def attend(self, layer: int, query: Tensor, scale: float, window: int | None) -> Tensor:
+        wide = query.float().contiguous()
+        out = torch.empty(len(wide), wide.shape[1] * wide.shape[2])
+        self._library.call(
+            *("cs_attend", ctypes.byref(self.paged), layer, wide.shape[1], address(wide), scale, window or 0),
+            address(out),
+        )
+        return out.to(query.dtype)
+
+
+class NativeBackend:
+    """`Backend` for CPUs with compiled kernels. One object serves the steps of one cache, in order."""
+
+    def __init__(self, library: Library) -> None:
+        self.library = library
+        self.name = f"native-{library.isa}"
+        self._torch = TorchBackend()
+
+    def begin_step(self, metadata: AttentionMetadata, kv_cache: Tensor) -> AttentionStep:
+        if kv_cache.dtype != torch.bfloat16:
+            return self._torch.begin_step(metadata, kv_cache)
+        return NativeAttentionStep(self.library, metadata, kv_cache)
+
+    def copy_blocks(self, kv_cache: Tensor, pairs: Tensor) -> None:
+        self._torch.copy_blocks(kv_cache, pairs)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return self._torch.rms_norm(x, weight, eps)
+
+    def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> None:
+        self._torch.rotate(x, cos, sin)
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        return self._torch.silu_mul(gate_up)

@@ -1,0 +1,175 @@
+"""The compiled kernels as typed functions on addresses.
+
+Knows the C interface (`src/api.cpp`) and its structures; checks nothing but statuses. ctypes releases the GIL during
+every call. `backend`, `weights` and `decoder` are the callers; they keep the memory alive that addresses point to.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import weakref
+from ctypes import POINTER, Structure, c_double, c_int, c_int64, c_void_p
+from pathlib import Path
+from typing import ClassVar
+
+from chatserve_kernels.cpu.build import BuildError
+
+ABI_VERSION = 1
+
+
+class LinearStruct(Structure):
+    """One packed matrix: see ``src/linear.h``."""
+
+    _fields_: ClassVar = [
+        ("kind", c_int64),
+        ("outputs", c_int64),
+        ("inputs", c_int64),
+        ("dots", c_void_p),
+        ("tiles", c_void_p),
+        ("bias", c_void_p),
+    ]
+
+
+class PagedStruct(Structure):
+    """The cache and one step's sequences: see ``src/attention.h``."""
+
+    _fields_: ClassVar = [
+        ("cache", c_void_p),
+        ("num_layers", c_int64),
+        ("kv_heads", c_int64),
+        ("block_size", c_int64),
+        ("head_dim", c_int64),
+        ("num_sequences", c_int64),
+        ("query_start", c_void_p),
+        ("seq_lens", c_void_p),
+        ("block_tables", c_void_p),
+        ("table_stride", c_int64),
+    ]
+
+
+class LayerStruct(Structure):
+    """One layer's weights: see ``src/decoder.h``."""
+
+    _fields_: ClassVar = [
+        ("input_norm", c_void_p),
+        ("post_norm", c_void_p),
+        ("query_norm", c_void_p),
+        ("key_norm", c_void_p),
+        ("qkv", LinearStruct),
+        ("output", LinearStruct),
+        ("gate_up", LinearStruct),
+        ("down", LinearStruct),
+        ("window", c_int64),
+    ]
+
+
+class NetworkStruct(Structure):
+    """A whole decoder: see ``src/decoder.h``."""
+
+    _fields_: ClassVar = [
+        ("num_layers", c_int64),
+        ("hidden", c_int64),
+        ("inner", c_int64),
+        ("heads", c_int64),
+        ("kv_heads", c_int64),
+        ("head_dim", c_int64),
+        ("eps", c_double),
+        ("layers", POINTER(LayerStruct)),
+        ("cos", c_void_p),
+        ("sin", c_void_p),
+        ("final_norm", c_void_p),
+        ("head", LinearStruct),
+    ]
+
+
+class StepStruct(Structure):
+    """One step's tokens: see ``src/decoder.h``."""
+
+    _fields_: ClassVar = [
+        ("num_tokens", c_int64),
+        ("positions", c_void_p),
+        ("slot_mapping", c_void_p),
+        ("paged", PagedStruct),
+    ]
+
+
+_STATUS_FUNCTIONS: dict[str, list[type]] = {
+    "cs_pack": [c_void_p, c_int64, c_void_p, c_int64, c_int64, c_void_p, c_void_p],
+    "cs_project": [
+        *(c_void_p, POINTER(LinearStruct), c_void_p, c_int64, c_void_p, c_double, c_int, c_void_p, c_int64),
+    ],
+    "cs_write_cache": [c_void_p, POINTER(PagedStruct), c_int64, c_int64, c_void_p, c_void_p],
+    "cs_attend": [c_void_p, POINTER(PagedStruct), c_int64, c_int64, c_void_p, c_double, c_int64, c_void_p],
+    "cs_forward": [c_void_p, POINTER(NetworkStruct), POINTER(StepStruct), c_void_p],
+    "cs_logits": [c_void_p, POINTER(NetworkStruct), c_void_p, c_int64, c_void_p],
+}
+
+
+class Library:
+    """One loaded library with compute threads of its own. Calls from several threads run one after another.
+
+    Args:
+        threads: compute threads, the calling one included.
+
+    Raises:
+        BuildError: the file cannot be loaded.
+    """
+
+    def __init__(self, path: Path, isa: str, threads: int) -> None:
+        self.isa = isa
+        self.threads = threads
+        try:
+            self._functions = ctypes.CDLL(str(path))
+            version = self._functions.cs_abi_version()
+        except (OSError, AttributeError) as error:
+            raise BuildError(f"{path} cannot be loaded ({error}); delete it to have it compiled again") from error
+        if version != ABI_VERSION:
+            raise BuildError(f"{path} has interface version {version}, expected {ABI_VERSION}; delete it")
+        functions = self._functions
+        for name, types in _STATUS_FUNCTIONS.items():
+            getattr(functions, name).argtypes = types
+        functions.cs_create.restype = c_void_p
+        functions.cs_destroy.argtypes = [c_void_p]
+        functions.cs_has_tiles.argtypes = [c_void_p]
+        for name in ("cs_dots_bytes", "cs_tiles_bytes"):
+            getattr(functions, name).argtypes = [c_int64, c_int64, c_int64]
+            getattr(functions, name).restype = c_int64
+        self._context = functions.cs_create(threads)
+        if not self._context:
+            raise BuildError("the kernels' compute threads could not be started")
+        self._lock = threading.Lock()
+        weakref.finalize(self, functions.cs_destroy, self._context)
+
+    @property
+    def has_tiles(self) -> bool:
+        """Whether many rows are multiplied in AMX tiles."""
+        return bool(self._functions.cs_has_tiles(self._context))
+
+    @property
+    def tile_threshold(self) -> int:
+        """Rows up to which integer dot products are used although there are tiles."""
+        return int(self._functions.cs_tile_threshold())
+
+    @tile_threshold.setter
+    def tile_threshold(self, rows: int) -> None:
+        self._functions.cs_set_tile_threshold(rows)
+
+    def dots_bytes(self, kind: int, outputs: int, inputs: int) -> int:
+        """Size of a matrix laid out for dot products."""
+        return int(self._functions.cs_dots_bytes(kind, outputs, inputs))
+
+    def tiles_bytes(self, kind: int, outputs: int, inputs: int) -> int:
+        """Size of a matrix laid out for tiles."""
+        return int(self._functions.cs_tiles_bytes(kind, outputs, inputs))
+
+    def call(self, name: str, *arguments: object) -> None:
+        """Run one of the functions that take the context and answer with a status.
+
+        Raises:
+            MemoryError: scratch memory could not be had.
+        """
+        with self._lock:
+            status = getattr(self._functions, name)(self._context, *arguments)
+        if status != 0:
+            raise MemoryError(f"{name}: no memory for scratch buffers")

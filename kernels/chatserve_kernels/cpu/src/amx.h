@@ -1,0 +1,47 @@
+// AMX tiles: permission, configuration and instructions.
+//
+// Own wrappers because those of GCC 12 tell the compiler nothing about the memory they touch: it then drops or moves
+// the stores that fill a tile's source. All tiles are 16 rows of 64 bytes.
+#pragma once
+
+#include "common.h"
+
+#if defined(CS_AMX)
+#include <sys/syscall.h>
+#include <unistd.h>
+
+namespace cs {
+
+// Linux grants the tile registers on request, once per process. False where it does not.
+inline bool request_amx() {
+  constexpr long kRequestPermission = 0x1023, kTileData = 18;
+  return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+}
+
+// Holds the tile configuration while in scope, and leaves none behind for whoever runs next on this thread.
+// Tiles 0…4 have 16 rows; 5, 6 and 7 have `short_rows`: fewer rows take less time.
+class TileScope {
+ public:
+  explicit TileScope(int short_rows = 16) {
+    struct alignas(64) Config {
+      uint8_t palette = 1, start_row = 0, reserved[14] = {};
+      uint16_t column_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+      uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
+    } config;
+    static_assert(sizeof(Config) == 64);
+    config.rows[5] = config.rows[6] = config.rows[7] = uint8_t(short_rows);
+    asm volatile("ldtilecfg %0" ::"m"(config) : "memory");
+  }
+  ~TileScope() { asm volatile("tilerelease" ::: "memory"); }
+};
+
+}  // namespace cs
+
+#define TILE_ZERO(t) asm volatile("tilezero %%tmm" #t ::)
+#define TILE_LOAD(t, base, stride) \
+  asm volatile("tileloadd (%0,%1,1), %%tmm" #t ::"r"(base), "r"(long(stride)) : "memory")
+#define TILE_STORE(t, base, stride) \
+  asm volatile("tilestored %%tmm" #t ", (%0,%1,1)" ::"r"(base), "r"(long(stride)) : "memory")
+// c[16 × 16] += a[16 × 32] b[32 × 16], bfloat16 in, float32 out; b holds pairs of rows: [16][16][2].
+#define TILE_MULTIPLY(c, a, b) asm volatile("tdpbf16ps %%tmm" #b ", %%tmm" #a ", %%tmm" #c ::)
+#endif

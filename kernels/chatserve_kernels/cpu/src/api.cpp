@@ -1,0 +1,92 @@
+// The C interface that `chatserve_kernels.cpu.library` binds: raw pointers, no exceptions across it.
+#include <new>
+
+#include "amx.h"
+#include "decoder.h"
+
+#define CS_EXPORT __attribute__((visibility("default")))
+
+using cs::Context;
+
+namespace {
+
+// 0: done, 1: out of memory. Nothing else in here throws.
+template <class F>
+int guarded(const F& body) {
+  try {
+    body();
+    return 0;
+  } catch (const std::bad_alloc&) {
+    return 1;
+  }
+}
+
+}  // namespace
+
+extern "C" {
+
+CS_EXPORT int cs_abi_version() { return 1; }
+
+CS_EXPORT Context* cs_create(int threads) {
+#if defined(CS_AMX)
+  const bool amx = cs::request_amx();
+#else
+  const bool amx = false;
+#endif
+  try {
+    return new Context(threads, amx);
+  } catch (...) {
+    return nullptr;
+  }
+}
+
+CS_EXPORT void cs_destroy(Context* context) { delete context; }
+
+CS_EXPORT int cs_has_tiles(const Context* context) { return context->amx ? 1 : 0; }
+
+CS_EXPORT int cs_tile_threshold() { return cs::tile_threshold(); }
+CS_EXPORT void cs_set_tile_threshold(int rows) { cs::set_tile_threshold(rows); }
+
+CS_EXPORT int64_t cs_dots_bytes(int64_t kind, int64_t outputs, int64_t inputs) { return cs::dots_bytes(kind, outputs, inputs); }
+CS_EXPORT int64_t cs_tiles_bytes(int64_t kind, int64_t outputs, int64_t inputs) {
+  return cs::tiles_bytes(kind, outputs, inputs);
+}
+
+CS_EXPORT int cs_pack(Context* context, int64_t kind, const uint8_t* blocks, int64_t outputs, int64_t inputs, uint8_t* dots,
+            uint8_t* tiles) {
+  return guarded([&] { cs::pack(context->pool, kind, blocks, outputs, inputs, dots, tiles); });
+}
+
+CS_EXPORT int cs_project(Context* context, const cs::Linear* linear, const float* x, int64_t rows, const float* norm, double eps,
+               int epilogue, float* out, int64_t out_stride) {
+  return guarded([&] {
+    context->project(*linear, x, linear->inputs, rows, norm, float(eps), static_cast<cs::Epilogue>(epilogue), out,
+                     out_stride);
+  });
+}
+
+CS_EXPORT int cs_write_cache(Context* context, const cs::Paged* paged, int64_t layer, int64_t num_tokens,
+                   const int64_t* slot_mapping, const float* key_value) {
+  return guarded([&] {
+    cs::write_cache(context->pool, *paged, layer, num_tokens, slot_mapping, key_value,
+                    2 * paged->kv_heads * paged->head_dim);
+  });
+}
+
+CS_EXPORT int cs_attend(Context* context, const cs::Paged* paged, int64_t layer, int64_t heads, const float* query, double scale,
+              int64_t window, float* out) {
+  const int64_t stride = heads * paged->head_dim;
+  return guarded([&] {
+    cs::attend(context->pool, *paged, layer, heads, query, stride, float(scale), window, out, stride);
+  });
+}
+
+CS_EXPORT int cs_forward(Context* context, const cs::Network* network, const cs::Step* step, float* hidden) {
+  return guarded([&] { context->forward(*network, *step, hidden); });
+}
+
+CS_EXPORT int cs_logits(Context* context, const cs::Network* network, const float* hidden, int64_t rows, float* out) {
+  return guarded([&] { context->logits(*network, hidden, rows, out); });
+}
+
+}  // extern "C"

@@ -1,0 +1,100 @@
+#include "decoder.h"
+
+namespace cs {
+
+namespace {
+
+constexpr int64_t kRowsAtOnce = 512;    // rows whose activations stay in the L2 cache between two projections
+constexpr int64_t kTokensPerTask = 16;  // of work that costs well under a microsecond each
+
+template <class F>
+void for_tokens(ThreadPool& pool, int64_t count, const F& body) {
+  pool.run(int((count + kTokensPerTask - 1) / kTokensPerTask), [&](int task) {
+    const int64_t end = std::min(count, (task + 1) * kTokensPerTask);
+    for (int64_t token = task * kTokensPerTask; token < end; ++token) body(token);
+  });
+}
+
+void normalise(float* x, int64_t dim, const float* weight, float eps) {
+  float sum = 0.0f;
+#pragma omp simd reduction(+ : sum)
+  for (int64_t d = 0; d < dim; ++d) sum += x[d] * x[d];
+  const float factor = 1.0f / std::sqrt(sum / float(dim) + eps);
+  for (int64_t d = 0; d < dim; ++d) x[d] *= factor * weight[d];
+}
+
+void rotate(float* x, int64_t dim, const float* cos, const float* sin) {
+  const int64_t half = dim / 2;
+#pragma omp simd
+  for (int64_t d = 0; d < half; ++d) {
+    const float first = x[d], second = x[d + half];
+    x[d] = first * cos[d] + second * sin[d];
+    x[d + half] = second * cos[d + half] + first * sin[d + half];
+  }
+}
+
+void write_token(const Paged& paged, int64_t layer, int64_t slot, const float* key_value) {
+  const int64_t block = slot / paged.block_size, offset = slot % paged.block_size, dim = paged.head_dim;
+  for (int64_t part = 0; part < 2; ++part)
+    for (int64_t head = 0; head < paged.kv_heads; ++head, key_value += dim) {
+      uint16_t* row = paged.row(block, layer, part, head, offset);
+      for (int64_t d = 0; d < dim; ++d) row[d] = float_to_bf16(key_value[d]);
+    }
+}
+
+}  // namespace
+
+void write_cache(ThreadPool& pool, const Paged& paged, int64_t layer, int64_t num_tokens, const int64_t* slot_mapping,
+                 const float* key_value, int64_t stride) {
+  for_tokens(pool, num_tokens,
+             [&](int64_t t) { write_token(paged, layer, slot_mapping[t], key_value + t * stride); });
+}
+
+void Context::project(const Linear& linear, const float* x, int64_t x_stride, int64_t rows, const float* norm,
+                      float eps, Epilogue epilogue, float* out, int64_t out_stride) {
+  for (int64_t row = 0; row < rows; row += kRowsAtOnce) {
+    const int count = int(std::min(kRowsAtOnce, rows - row));
+    const bool tiled = amx && linear.tiles != nullptr && count > tile_threshold();
+    prepare(pool, activation_, tiled, x + row * x_stride, x_stride, count, linear.inputs, norm, eps);
+    multiply(pool, linear, activation_, epilogue, out + row * out_stride, out_stride);
+  }
+}
+
+void Context::forward(const Network& net, const Step& step, float* hidden) {
+  const int64_t tokens = step.num_tokens, dim = net.head_dim;
+  const int64_t query_size = net.heads * dim, qkv_size = (net.heads + 2 * net.kv_heads) * dim;
+  const float eps = float(net.eps), scale = 1.0f / std::sqrt(float(dim));
+  float* qkv = qkv_.reserve(size_t(tokens * qkv_size));
+  float* attended = attended_.reserve(size_t(tokens * query_size));
+  float* inner = inner_.reserve(size_t(std::min(tokens, kRowsAtOnce) * net.inner));
+  for (int64_t l = 0; l < net.num_layers; ++l) {
+    const Layer& layer = net.layers[l];
+    project(layer.qkv, hidden, net.hidden, tokens, layer.input_norm, eps, Epilogue::kStore, qkv, qkv_size);
+    for_tokens(pool, tokens, [&](int64_t t) {
+      const float* cos = net.cos + step.positions[t] * dim;
+      const float* sin = net.sin + step.positions[t] * dim;
+      float* row = qkv + t * qkv_size;
+      for (int64_t h = 0; h < net.heads + net.kv_heads; ++h) {
+        const float* weight = h < net.heads ? layer.query_norm : layer.key_norm;
+        if (weight != nullptr) normalise(row + h * dim, dim, weight, eps);
+        rotate(row + h * dim, dim, cos, sin);
+      }
+      write_token(step.paged, l, step.slot_mapping[t], row + query_size);
+    });
+    attend(pool, step.paged, l, net.heads, qkv, qkv_size, scale, layer.window, attended, query_size);
+    project(layer.output, attended, query_size, tokens, nullptr, eps, Epilogue::kAdd, hidden, net.hidden);
+    for (int64_t row = 0; row < tokens; row += kRowsAtOnce) {
+      const int64_t count = std::min(kRowsAtOnce, tokens - row);
+      float* x = hidden + row * net.hidden;
+      project(layer.gate_up, x, net.hidden, count, layer.post_norm, eps, Epilogue::kSiluMul, inner, net.inner);
+      project(layer.down, inner, net.inner, count, nullptr, eps, Epilogue::kAdd, x, net.hidden);
+    }
+  }
+}
+
+void Context::logits(const Network& net, const float* hidden, int64_t rows, float* out) {
+  project(net.head, hidden, net.hidden, rows, net.final_norm, float(net.eps), Epilogue::kStore, out,
+          net.head.outputs);
+}
+
+}  // namespace cs

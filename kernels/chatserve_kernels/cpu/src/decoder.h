@@ -1,0 +1,63 @@
+// The layers of a decoder network, run in one call: norms, projections, rotation, cache writes, attention, feed-forward.
+//
+// Knows pointers and sizes that `chatserve_kernels.cpu.decoder` fills in; owns only scratch memory. The residual
+// stream is float32; keys and values are stored as bfloat16.
+#pragma once
+
+#include "attention.h"
+#include "linear.h"
+#include "threads.h"
+
+namespace cs {
+
+struct Layer {
+  const float* input_norm;  // [hidden]
+  const float* post_norm;   // [hidden]
+  const float* query_norm;  // [head_dim] or null
+  const float* key_norm;    // [head_dim] or null
+  Linear qkv, output, gate_up, down;
+  int64_t window;  // 0: full attention
+};
+
+struct Network {
+  int64_t num_layers, hidden, inner, heads, kv_heads, head_dim;
+  double eps;
+  const Layer* layers;
+  const float* cos;         // [positions][head_dim]
+  const float* sin;         // [positions][head_dim], signed
+  const float* final_norm;  // [hidden]
+  Linear head;
+};
+
+struct Step {
+  int64_t num_tokens;
+  const int64_t* positions;     // [num_tokens]
+  const int64_t* slot_mapping;  // [num_tokens]
+  Paged paged;
+};
+
+class Context {
+ public:
+  explicit Context(int threads, bool amx) : pool(threads), amx(amx) {}
+
+  // hidden [num_tokens][hidden], in place.
+  void forward(const Network& network, const Step& step, float* hidden);
+  // out [rows][vocabulary] = head(norm(hidden)).
+  void logits(const Network& network, const float* hidden, int64_t rows, float* out);
+  // out = epilogue(linear(norm(x))).
+  void project(const Linear& linear, const float* x, int64_t x_stride, int64_t rows, const float* norm, float eps,
+               Epilogue epilogue, float* out, int64_t out_stride);
+
+  ThreadPool pool;
+  const bool amx;
+
+ private:
+  Activation activation_;
+  Buffer<float> qkv_, attended_, inner_;
+};
+
+// Store this step's keys and values (key_value [tokens][stride]: keys of all heads, then values) in their slots.
+void write_cache(ThreadPool& pool, const Paged& paged, int64_t layer, int64_t num_tokens, const int64_t* slot_mapping,
+                 const float* key_value, int64_t stride);
+
+}  // namespace cs

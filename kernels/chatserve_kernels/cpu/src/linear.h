@@ -1,0 +1,67 @@
+// Projections with 4-bit and 8-bit weights: y = W x, from the values that a GGUF file stores.
+//
+// Few rows: activations are quantised to 8 bits per group of 32 and multiplied as integers ("dots"). Many rows, where
+// the CPU has AMX: weights are expanded to bfloat16 tiles in the L1 cache and multiplied with bfloat16 activations
+// ("tiles"). Each way has a layout of its own, made once by pack().
+#pragma once
+
+#include "common.h"
+#include "threads.h"
+
+namespace cs {
+
+enum Kind : int64_t { kQ4_0 = 2, kQ4_1 = 3, kQ8_0 = 8 };  // the numbers of the GGUF format
+
+// Layout "dots", per pair of (16 outputs, 32 inputs): 4-bit: 4 × 64 bytes, each holding inputs 8j…8j+3 of every output
+// in its low nibbles and 8j+4…8j+7 in its high ones, then 16 scales and 16 minima (half floats). 8-bit: 8 × 64 bytes of
+// q + 128, then 16 scales.
+// Layout "tiles", per (16 outputs, 64 inputs): 4-bit: per output the 2 × 16 bytes of its two blocks as stored, then
+// 2 × 16 scales and 2 × 16 minima. 8-bit: per output inputs 0…15 and 32…47, 16…31 and 48…63, then 2 × 16 scales.
+// Outputs are padded with zeros to a multiple of 32, inputs of "tiles" to one of 64.
+struct Linear {
+  int64_t kind, outputs, inputs;
+  const uint8_t* dots;
+  const uint8_t* tiles;  // null where there is no AMX
+  const float* bias;     // [outputs] or null
+
+  bool four_bit() const { return kind != kQ8_0; }
+  int groups() const { return int(inputs / kGroup); }
+  int pairs() const { return int((outputs + 2 * kLanes - 1) / (2 * kLanes)); }
+};
+
+constexpr int64_t dots_unit(int64_t kind) { return kind == kQ8_0 ? 512 + 32 : 256 + 64; }
+constexpr int64_t tiles_unit(int64_t kind) { return kind == kQ8_0 ? 1024 + 64 : 512 + 128; }
+int64_t dots_bytes(int64_t kind, int64_t outputs, int64_t inputs);
+int64_t tiles_bytes(int64_t kind, int64_t outputs, int64_t inputs);
+
+// Lay out the rows of a GGUF tensor (outputs × inputs / 32 blocks); tiles may be null.
+void pack(ThreadPool& pool, int64_t kind, const uint8_t* blocks, int64_t outputs, int64_t inputs, uint8_t* dots,
+          uint8_t* tiles);
+
+// Rows of activations in the form one of the two ways wants.
+struct Activation {
+  int rows = 0, groups = 0;
+  bool tiled = false;
+  Buffer<int8_t> values;       // dots: [rows][inputs]
+  Buffer<float> scale;         // dots: [rows][groups]
+  Buffer<float> scaled_sum;    // dots: [rows][groups], scale × sum of values
+  Buffer<int32_t> sum;         // dots: [rows][groups]
+  Buffer<uint16_t> packed;     // tiles: [rows / 16][inputs / 32][16 pairs of inputs][16 rows][2]
+};
+
+// Above this many rows the tiles win (measured; see tests and benchmarks).
+int tile_threshold();
+void set_tile_threshold(int rows);
+
+// Fill `activation` from x [rows][inputs], each row optionally RMS-normalised first (weight may be null).
+void prepare(ThreadPool& pool, Activation& activation, bool tiled, const float* x, int64_t stride, int rows,
+             int64_t inputs, const float* norm_weight, float eps);
+
+enum class Epilogue { kStore, kAdd, kSiluMul };
+
+// kStore: out = y + bias. kAdd: out += y + bias. kSiluMul: the outputs come in blocks of 16 gates and 16 ups in turn;
+// out [rows][outputs / 2] = silu(gate) × up.
+void multiply(ThreadPool& pool, const Linear& linear, const Activation& activation, Epilogue epilogue, float* out,
+              int64_t stride);
+
+}  // namespace cs

@@ -1,0 +1,22 @@
+"""The compiled kernels for tests: one library per instruction set that this CPU has, built once per machine."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+from chatserve_kernels.cpu import build
+from chatserve_kernels.cpu.library import Library
+
+from chatserve.model.kernels import kernel_folder
+
+
+@functools.cache
+def library(isa: str, threads: int = 2) -> Library:
+    """Skips the test where there is no compiler: the product then runs on torch, which other tests cover."""
+    try:
+        build.find_compiler()
+    except build.BuildError as error:
+        pytest.skip(f"compiled kernels cannot be tested: {error}")
+    planned = build.plan(kernel_folder(), isa)
+    return Library(build.build(planned, print), isa, threads)

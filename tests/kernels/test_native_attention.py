@@ -1,0 +1,94 @@
+"""Native attention over bfloat16 caches against the plain reference, on every instruction set of this CPU."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from chatserve_kernels.cpu.backend import NativeBackend
+from chatserve_kernels.cpu.build import supported_isas
+from chatserve_kernels.reference import ReferenceBackend
+
+from tests.kernels.batches import Batch, make_batch
+from tests.kernels.native import library
+
+
+@pytest.fixture(params=[isa for isa in supported_isas() if isa in (supported_isas()[0], "portable")])
+def backend(request: pytest.FixtureRequest) -> NativeBackend:
+    return NativeBackend(library(request.param))
+
+
+def reference(batch: Batch, window: int | None) -> torch.Tensor:
+    """Float32 inside and out, over the same bfloat16 cache (already written)."""
+    step = ReferenceBackend().begin_step(batch.metadata, batch.kv_cache)
+    return step.attend(1, batch.query.float(), 0.2, window)
+
+
+def random_shapes(rng: random.Random, block_size: int) -> list[tuple[int, int]]:
+    shapes = []
+    for _ in range(rng.randint(1, 6)):
+        seq_len = max(1, rng.choice([1, 2, 3, 5, 20]) * block_size + rng.choice([-1, 0, 1, rng.randint(0, 40)]))
+        shapes.append((min(200, rng.choice([1, 1, seq_len, rng.randint(1, seq_len)])), seq_len))
+    return shapes
+
+
+@pytest.mark.parametrize("group", [1, 3, 4, 7])
+def test_attention_equals_the_reference(backend: NativeBackend, group: int) -> None:
+    """Any mix of decodes and chunks, block and head size, heads per key and window: only rounding differs."""
+    rng = random.Random(group)
+    for case in range(12):
+        batch = make_batch(
+            random_shapes(rng, block_size := rng.choice([4, 16, 32])),
+            block_size=block_size,
+            kv_heads=2,
+            group=group,
+            head_dim=rng.choice([32, 48, 64, 128]),
+            dtype=torch.bfloat16,
+            seed=case,
+        )
+        window = rng.choice([None, None, 1, 7, 16])
+        step = backend.begin_step(batch.metadata, batch.kv_cache)
+        step.write(1, batch.key_value)
+        out = step.attend(1, batch.query.float(), 0.2, window)
+        torch.testing.assert_close(out, reference(batch, window), rtol=2e-2, atol=1e-2)
+
+
+def test_a_long_past_is_split_and_merged(backend: NativeBackend) -> None:
+    """One sequence on two threads: its past is attended to in parts, and the parts weigh what they should even where
+    their scores differ wildly."""
+    batch = make_batch([(1, 3000)], block_size=16, kv_heads=1, group=3, head_dim=64, dtype=torch.bfloat16)
+    batch.kv_cache[batch.metadata.block_tables[0, 100:110], 1, 0] *= 12.0
+    step = backend.begin_step(batch.metadata, batch.kv_cache)
+    step.write(1, batch.key_value)
+    out = step.attend(1, batch.query.float(), 0.2, None)
+    torch.testing.assert_close(out, reference(batch, None), rtol=2e-2, atol=2e-2)
+
+
+def test_a_row_does_not_depend_on_its_batch(backend: NativeBackend) -> None:
+    """A poisoned neighbour changes no bit of the others, and its own rows say that they are poisoned."""
+    shapes = [(1, 40), (1, 9), (1, 33), (6, 20), (6, 20)]
+    batch = make_batch(shapes, block_size=16, kv_heads=1, group=3, head_dim=64, dtype=torch.bfloat16)
+    outs = []
+    for poison in (False, True):
+        cache = batch.kv_cache.clone()
+        if poison:
+            for row in (1, 3):
+                cache[batch.metadata.block_tables[row, : -(-shapes[row][1] // 16)], :, 0] = torch.nan
+        step = backend.begin_step(batch.metadata, cache)
+        step.write(0, batch.key_value)
+        outs.append(step.attend(0, batch.query, 0.25, None))
+    healthy = [0, 2, *range(9, 15)]
+    assert torch.equal(outs[0][healthy], outs[1][healthy])
+    assert outs[1][1].isnan().any()
+
+
+def test_writing_rounds_and_touches_its_slots_only(backend: NativeBackend) -> None:
+    """Keys and values land rounded to nearest in exactly their slots of their layer."""
+    batch = make_batch([(3, 9), (1, 5)], block_size=4, kv_heads=2, group=1, head_dim=32, dtype=torch.bfloat16)
+    values = torch.randn(4, 2, 2, 32)
+    expected = batch.kv_cache.clone()
+    for token, slot in enumerate(batch.metadata.slot_mapping.tolist()):
+        expected[slot // 4, 1, :, :, slot % 4] = values[token].bfloat16()
+    backend.begin_step(batch.metadata, batch.kv_cache).write(1, values)
+    assert torch.equal(batch.kv_cache, expected)

@@ -1,0 +1,103 @@
+"""Networks on the compiled kernels: the same model as the plain one, whatever the family and the format."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from chatserve_kernels.cpu.backend import NativeBackend
+from chatserve_kernels.interface import Backend
+from chatserve_kernels.torch_backend import TorchBackend
+
+from chatserve.model import store
+from chatserve.model.architecture import Architecture
+from chatserve.model.native import Quantization
+from chatserve.model.transformer import Transformer
+from chatserve.text.tokenizer import Tokenizer
+from tests.kernels.native import library
+from tests.model.tiny import VARIANTS, all_logits, write_model
+
+TEXT = """The harbour was quiet in the early morning. Fishing boats rocked against the stone wall, and the gulls had
+not yet begun their noise. A woman in a grey coat walked along the pier with a basket of bread under her
+arm, as she did every day of the year, winter and summer. She knew the names of the boats and of the men who
+owned them, and she knew which of them had gone out before dawn and which had stayed in bed. When she
+reached the small white house at the end, she knocked three times and waited. An old man opened the door. He
+had been a captain once, and he still kept a log of the weather, the tides and the ships that passed. "Good
+morning," she said. "There is fog over the island, and the ferry will be late." He nodded and wrote it down.
+Water boils at one hundred degrees at sea level, but at a lower temperature in the mountains, because the
+pressure of the air is lower there. A triangle has three sides, and the sum of its angles is one hundred and
+eighty degrees. In the evening the children of the village gathered under the lamp by the church and told
+each other stories about pirates, treasure and a light that moved over the water on stormy nights."""
+
+
+def run(folder: Path, backend: Backend, dtype: torch.dtype, prompts: list[list[int]], quantization: Quantization):
+    architecture = Architecture.from_folder(folder)
+    model = Transformer(folder, architecture, backend, dtype, 512, quantization)
+    return model, all_logits(model, prompts, dtype, backend)
+
+
+@pytest.fixture(scope="module")
+def native() -> NativeBackend:
+    return NativeBackend(library("portable" if not _has("amx") else "amx"))
+
+
+def _has(isa: str) -> bool:
+    from chatserve_kernels.cpu.build import supported_isas
+
+    return isa in supported_isas()
+
+
+@pytest.mark.parametrize("variant", [name for name in VARIANTS if name != "llama-head-dim"])
+def test_every_family_gives_the_logits_of_its_quantised_weights(
+    tmp_path: Path, native: NativeBackend, variant: str
+) -> None:
+    """Biases, head norms, windows, rope scalings and tied heads reach the kernels: 8-bit weights leave the logits
+    where plain float32 has them, up to rounding."""
+    write_model(tmp_path, variant, hidden_size=64, intermediate_size=96, num_attention_heads=4, head_dim=32)
+    prompts = [[3, 17, 99, 4, 55, 21, 8], list(range(20, 60)), [7]]
+    _, expected = run(tmp_path, TorchBackend(), torch.float32, prompts, "none")
+    model, ours = run(tmp_path, native, torch.bfloat16, prompts, "q8_0")
+    assert model.is_native
+    for a, b in zip(expected, ours, strict=True):
+        assert (a - b).norm() / a.norm() < 0.06
+
+
+@pytest.fixture(scope="module")
+def smollm2() -> Path:
+    return store.pull("smollm2-135m").path
+
+
+def test_stored_blocks_are_used_and_the_model_reads_text_as_well(smollm2: Path, native: NativeBackend) -> None:
+    """Perplexity of a fixed text within 1 % of the dequantised model's in float32, in one chunk (tiles) and token by
+    token (dot products); nine of ten greedy choices are the same."""
+    ids = torch.frombuffer(bytearray(Tokenizer.from_folder(smollm2).encode(TEXT)), dtype=torch.int32).tolist()
+    _, (expected,) = run(smollm2, TorchBackend(), torch.float32, [ids], "none")
+    exact = perplexity(expected, ids)
+    model, (ours,) = run(smollm2, native, torch.bfloat16, [ids], "auto")
+    assert model.is_native
+    assert abs(perplexity(ours, ids) / exact - 1) < 0.01
+    assert (ours.argmax(-1) == expected.argmax(-1)).float().mean() > 0.9
+    native.library.tile_threshold, before = 1 << 30, native.library.tile_threshold
+    try:
+        (dots,) = all_logits(model, [ids], torch.bfloat16, native)
+    finally:
+        native.library.tile_threshold = before
+    assert abs(perplexity(dots, ids) / exact - 1) < 0.01
+
+
+def perplexity(logits: torch.Tensor, ids: list[int]) -> float:
+    chosen = logits[:-1].double().log_softmax(-1).gather(1, torch.tensor(ids[1:])[:, None])
+    return math.exp(-float(chosen.mean()))
+
+
+def test_sizes_that_do_not_fit_blocks_run_on_torch(tmp_path: Path, native: NativeBackend) -> None:
+    """Rows that are no whole number of blocks cannot be quantised: such a model is served plainly, not refused."""
+    write_model(tmp_path, "llama-head-dim")
+    prompts = [[3, 17, 99, 4], [5]]
+    _, expected = run(tmp_path, TorchBackend(), torch.float32, prompts, "none")
+    model, ours = run(tmp_path, native, torch.bfloat16, prompts, "q8_0")
+    assert not model.is_native
+    for a, b in zip(expected, ours, strict=True):
+        assert (a - b).norm() / a.norm() < 0.1
