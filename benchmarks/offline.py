@@ -236,9 +236,8 @@ def table(result: dict[str, Any]) -> str:
         lines.append(f"{'hf ' + name:>12} {value:>12} {peers['decode_only_tok_s'][name]:>12}")
     lines += [f"prefill {name}: {value} tokens/s" for name, value in result["prefill_tok_s"].items()]
     lines += [f"{name}: {value}" for name, value in result["ratios"].items()]
-    lines.append(
-        f"{result['model']}, {result['dtype']}, kernels {result['kernels']}, {result['threads']} threads, load {result['load_average']}"
-    )
+    served = f"{result['model']}, {result['dtype']}, kernels {result['kernels']}, {result['threads']} threads"
+    lines.append(f"{served}, load {result['load_average']}")
     return "\n".join(lines)
 
 
