@@ -136,7 +136,10 @@ def say(text: str | bytes, **options: object) -> Script:
 class FakeStream(EngineStream):
     """One request's events, filled by `FakeEngineClient`."""
 
-    def __init__(self, client: FakeEngineClient, submission: Submission) -> None:
+    def __init__(
+        self, client: FakeEngineClient, submission: Submission, on_start: Callable[[], None] | None = None
+    ) -> None:
+        self.on_start = on_start
         self.request_id = submission.request_id
         self.submission = submission
         self._fake = client
@@ -269,6 +272,7 @@ class FakeEngineClient:
         priority: int = 0,
         priority_class: int = 0,
         tenant: str = "",
+        on_start: Callable[[], None] | None = None,
     ) -> FakeStream:
         if not self.ready:
             raise EngineUnavailableError("not ready")
@@ -277,7 +281,7 @@ class FakeEngineClient:
             len(self.submissions), array("i", prompt).tolist(), sampling, scopes, priority, priority_class, tenant
         )
         self.submissions.append(submission)
-        stream = FakeStream(self, submission)
+        stream = FakeStream(self, submission, on_start)
         self._streams[submission.request_id] = stream
         task = asyncio.get_running_loop().create_task(self._play(stream))
         self._tasks[submission.request_id] = task
@@ -332,6 +336,8 @@ class FakeEngineClient:
     async def _run(self, stream: FakeStream, scripts: Sequence[Script]) -> None:
         submission = stream.submission
         stream.running = True
+        if stream.on_start is not None:
+            stream.on_start()
         self.count(submission.tenant, prompt=len(submission.prompt), cached=scripts[0].cached_tokens)
         stream.put([Started(submission.request_id, len(submission.prompt), scripts[0].cached_tokens)])
         limit = submission.sampling.max_tokens or 10**9

@@ -66,9 +66,10 @@ ReplyT = TypeVar("ReplyT", EngineState, PublishReply, PurgeReply, ExplainReply)
 class _Mailbox:
     """What the client keeps of a request; the caller holds the `EngineStream`, so that dropping it is seen."""
 
-    __slots__ = ("events", "open_choices", "started", "waiter")
+    __slots__ = ("events", "on_start", "open_choices", "started", "waiter")
 
-    def __init__(self, n: int) -> None:
+    def __init__(self, n: int, on_start: Callable[[], None] | None) -> None:
+        self.on_start = on_start
         self.events: list[Event] = []
         self.open_choices = set(range(n))
         self.started = False
@@ -224,12 +225,14 @@ class EngineClient:
         priority: int = 0,
         priority_class: int = 0,
         tenant: str = "",
+        on_start: Callable[[], None] | None = None,
     ) -> EngineStream:
         """Enqueue one request whose parameters are valid and whose seed is set.
 
         Args:
             prompt: int32 token ids.
             tenant: who is served and charged.
+            on_start: called on the loop when the engine admits it, whether or not anybody reads the stream.
 
         Raises:
             EngineUnavailableError: the engine is loading, restarting or gone; nothing was enqueued.
@@ -239,7 +242,7 @@ class EngineClient:
         request_id = self._next_id
         self._next_id += 1
         self._supervisor.send(AddRequest(request_id, prompt, sampling, scopes, priority, priority_class, tenant))
-        mailbox = _Mailbox(sampling.n)
+        mailbox = _Mailbox(sampling.n, on_start)
         self._mailboxes[request_id] = mailbox
         self._num_waiting += 1
         return EngineStream(self, request_id, mailbox)
@@ -321,6 +324,8 @@ class EngineClient:
         for started in frame.started:
             if (mailbox := mailboxes.get(started.request_id)) is not None:
                 self._mark_started(mailbox)
+                if mailbox.on_start is not None:
+                    mailbox.on_start()
                 mailbox.put(started)
         ids = memoryview(frame.request_ids).cast("q")
         choices = memoryview(frame.choices).cast("i")

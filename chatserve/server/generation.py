@@ -105,10 +105,11 @@ class Generation:
         output: OutputProcessor,
         stream: EngineStream,
         admission: Admission,
+        timings: Timings,
     ) -> None:
         self.request = request
         self.admission = admission
-        self.timings = Timings(arrived=time.monotonic())
+        self.timings = timings
         self._service = service
         self._stream = stream
         self._output = output
@@ -184,9 +185,6 @@ class Generation:
         output = self._output
         had_tokens = output.usage.completion_tokens
         out = output.process(events, now)
-        if self.timings.started is None and (output.usage.completion_tokens or out):
-            self.timings.started = now
-            self.admission.start()
         if not had_tokens and output.usage.completion_tokens:
             self.timings.first_token = now
         if output.failure is not None:

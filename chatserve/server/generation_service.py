@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+import time
 from array import array
 from collections.abc import Sequence
 from typing import Literal
@@ -31,7 +32,7 @@ from chatserve.errors import (
 from chatserve.scope import Scope
 from chatserve.server.auth import Principal
 from chatserve.server.context import Lifecycle
-from chatserve.server.generation import Generation, GenerationRequest
+from chatserve.server.generation import Generation, GenerationRequest, Timings
 from chatserve.server.metrics import ServerMetrics
 from chatserve.server.output_processor import (
     OutputOptions,
@@ -157,6 +158,12 @@ class GenerationService:
         if sampling.seed is None:
             sampling = msgspec.structs.replace(sampling, seed=secrets.randbits(63))
         output = self._output_processor(request)
+        timings = Timings(arrived=time.monotonic())
+
+        def note_start() -> None:
+            timings.started = time.monotonic()
+            admission.start()
+
         stream = self._engine.submit(
             request.prompt_ids,
             sampling,
@@ -164,8 +171,9 @@ class GenerationService:
             priority=request.priority,
             priority_class=min(tenant.priority_class + request.flex, MAX_PRIORITY_CLASS),
             tenant=tenant.name,
+            on_start=note_start,
         )
-        generation = Generation(self, request, output, stream, admission)
+        generation = Generation(self, request, output, stream, admission, timings)
         self._running.add(generation)
         return generation
 

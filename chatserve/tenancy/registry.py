@@ -301,8 +301,10 @@ def open_tenants(config: Config, environ: Mapping[str, str]) -> TenantRegistry:
     Raises `ConfigError` where one cannot be used.
     """
     settings, default = config.tenancy, default_database(environ)
-    database = Path(settings.database) if settings.database is not None else default if default.exists() else None
-    file = None if settings.file is None else Path(settings.file)
+    database = default if default.exists() else None
+    if settings.database is not None:
+        database = Path(settings.database).expanduser()
+    file = None if settings.file is None else Path(settings.file).expanduser()
     return open_registry(database=database, file=file, api_keys=config.server.api_keys, environ=environ)
 
 

@@ -214,12 +214,22 @@ async def test_queue_length_counts_waiting_requests_only(house: House) -> None:
     assert (await house.chat("beta")).status == 200
     await asyncio.gather(*waiting)
     house.live.engine.script = Script(ids("a"), hang=True)
-    running = [asyncio.create_task(house.chat("acme")) for _ in range(3)]
-    for number in range(1, 3):
-        await eventually(lambda number=number: house.registry.account("acme").num_open >= number)  # type: ignore[misc]
-    await eventually(lambda: house.registry.account("acme").num_waiting == 0)
+    running = []
+    for number in range(1, 5):
+        running.append(asyncio.create_task(house.chat("acme")))
+        await eventually(lambda number=number: house.registry.account("acme").num_open == number)  # type: ignore[misc]
+        await eventually(lambda: house.registry.account("acme").num_waiting == 0)
     for task in running:
         task.cancel()
+    await asyncio.gather(*running, return_exceptions=True)
+    await eventually(lambda: house.registry.account("acme").num_open == 0)
+    house.live.engine.script = say("Hello!", delay=0.05)
+    bearer = f"Bearer {house.keys['acme']}"
+    batch = asyncio.create_task(house.live.post("/v1/completions", {"prompt": ["a", "b"]}, Authorization=bearer))
+    # The second prompt's stream is read after the first one's end; it has left the queue all the same.
+    await eventually(lambda: house.registry.account("acme").num_open == 2)
+    await eventually(lambda: house.registry.account("acme").num_waiting == 0, 0.2)
+    assert (await batch).status == 200
 
 
 async def test_tokens_are_settled_to_what_was_used(house: House) -> None:

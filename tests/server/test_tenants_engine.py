@@ -111,6 +111,7 @@ async def test_books_equal_the_engines_counters(tiny_folder: Path, monkeypatch: 
                 await asyncio.wait({task})
             if not task.done():
                 task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
                 return "left"
             return str(task.result().status)
 

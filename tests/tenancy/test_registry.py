@@ -10,11 +10,12 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
+from chatserve.config import Config, TenancyConfig
 from chatserve.errors import AuthenticationError, ChatserveError, ConflictError, QueueFullError, RateLimitError
 from chatserve.tenancy import ledger as ledger_module
 from chatserve.tenancy.declared import Declared, declared_keys
 from chatserve.tenancy.keys import ApiKey, new_key, plain_digest
-from chatserve.tenancy.registry import Admission, TenantRegistry, default_database, open_registry
+from chatserve.tenancy.registry import Admission, TenantRegistry, default_database, open_registry, open_tenants
 from chatserve.tenancy.store import TenantStore
 from chatserve.tenancy.tenant import Tenant, TenantLimits
 from chatserve.tenancy.usage import Usage, UsageRow, day_of
@@ -307,3 +308,24 @@ def test_default_place_of_the_database() -> None:
     assert default_database({"CHATSERVE_HOME": "/x"}) == Path("/x/tenants.sqlite")
     assert default_database({"XDG_DATA_HOME": "/d"}) == Path("/d/chatserve/tenants.sqlite")
     assert default_database({}).parts[-4:] == (".local", "share", "chatserve", "tenants.sqlite")
+
+
+@pytest.mark.asyncio
+async def test_a_servers_database_is_the_one_it_is_told_or_the_one_that_is_there(tmp_path: Path) -> None:
+    """Without any, no state is made behind the operator's back; a server finds what the command line made."""
+    environ = {"CHATSERVE_HOME": str(tmp_path / "home")}
+    registry = open_tenants(Config(), environ)
+    assert not registry.keys_required
+    await registry.close()
+    assert not (tmp_path / "home").exists()
+    store = TenantStore(default_database(environ))
+    store.create_tenant(Tenant(name="acme"))
+    store.close()
+    registry = open_tenants(Config(), environ)
+    assert [tenant.name for tenant in registry.tenants()] == ["acme"]
+    await registry.close()
+    other = Config(tenancy=TenancyConfig(database=str(tmp_path / "other.sqlite")))
+    registry = open_tenants(other, environ)
+    assert registry.tenants() == []
+    await registry.close()
+    assert (tmp_path / "other.sqlite").exists()
