@@ -53,20 +53,23 @@ class LimitStatus(msgspec.Struct, frozen=True):
 class Meter:
     """A leaky bucket (the generic cell rate algorithm with amounts): use drains at ``limit`` per minute.
 
-    Admits a burst of ``limit`` from rest and ``limit`` per minute in the long run. Amounts may be given back.
+    Admits a burst of ``limit`` from rest and ``limit`` per minute in the long run. Amounts may be given back. When
+    the limit is raised, what was used stays; when it is lowered, the time until all has drained stays.
     """
 
-    __slots__ = ("_at", "_level")
+    __slots__ = ("_at", "_level", "_limit")
 
     def __init__(self) -> None:
         self._level = 0.0
+        self._limit = 1
         self._at = float("-inf")
 
     def level(self, limit: int, now: float) -> float:
         """Use that has not drained yet. May exceed the limit after a settlement."""
-        if now <= self._at:
-            return self._level
-        return max(0.0, self._level - (now - self._at) * limit / MINUTE) if self._level else 0.0
+        level = self._level * min(1.0, limit / self._limit)
+        if now <= self._at or not level:
+            return level
+        return max(0.0, level - (now - self._at) * limit / MINUTE)
 
     def wait(self, limit: int, amount: float, now: float) -> float:
         """Seconds until ``amount`` more fits; 0 if it does now."""
@@ -76,6 +79,7 @@ class Meter:
     def add(self, limit: int, amount: float, now: float) -> None:
         """Note use, whether it fits or not; a negative amount gives some back, never more than was used."""
         self._level = max(0.0, self.level(limit, now) + amount)
+        self._limit = limit
         self._at = max(self._at, now)
 
     def status(self, limit: int, now: float) -> MeterStatus:

@@ -204,6 +204,15 @@ def test_a_clock_that_goes_back_gives_nothing_away() -> None:
     assert meter.wait(60, 1, 101.0) == 0.0
 
 
+def test_a_lowered_limit_locks_nobody_out() -> None:
+    """Who has used a large limit waits a minute for a small one, not until the use of the large one has drained."""
+    meter = Meter()
+    meter.add(6000, 6000, 0.0)
+    assert meter.wait(6, 1, 0.0) == pytest.approx(10.0)
+    meter.add(6, 0, 0.0)
+    assert meter.wait(6, 1, 10.0) == 0.0
+
+
 def test_a_raised_limit_counts_at_once() -> None:
     """An operator who lifts a limit helps a tenant that is waiting for it."""
     account = Account()
