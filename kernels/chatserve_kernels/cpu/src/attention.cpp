@@ -143,6 +143,17 @@ inline __m512i interleave(__m512i low_then_high) {
   return _mm512_permutexvar_epi16(_mm512_load_si512(order), low_then_high);
 }
 
+// Fetch the keys and values of up to `count` positions from `from` on: blocks lie far apart, so the hardware cannot
+// guess where the next one is.
+inline void prefetch(const Call& call, const Task& task, int64_t from, int64_t count) {
+  const int64_t bytes = 16 * call.paged.head_dim * 2;
+  for (int64_t at = from; at < std::min(task.end, from + count); at += 16)
+    for (int part = 0; part < 2; ++part) {
+      const char* piece = reinterpret_cast<const char*>(call.kv(task, at, part));
+      for (int64_t line = 0; line < bytes; line += 64) _mm_prefetch(piece + line, _MM_HINT_T0);
+    }
+}
+
 // Everything is transposed: a tile's 16 columns are query rows, so that maxima, sums and rescaling are plain vectors.
 //   scores[32 positions][16 rows] = K[32][D] · Qᵀ[D][16];  out[D][16] += Vᵀ[D][32] · P[32][16]
 void attend_amx(const Call& call, const Task& task, Partial* partial) {
@@ -179,6 +190,7 @@ void attend_amx(const Call& call, const Task& task, Partial* partial) {
   const int64_t first_position = call.position(task, 0), last_position = call.position(task, task.count - 1);
   const TileScope scope;
   for (int64_t from = task.begin; from < task.end; from += 32) {
+    prefetch(call, task, from + 32, 32);
     const bool second_half = from + 16 < task.end;
     const uint16_t* keys[2] = {call.kv(task, from, 0), nullptr};
     const uint16_t* values[2] = {call.kv(task, from, 1), nullptr};
@@ -314,6 +326,7 @@ void attend_amx_decode(const Call& call, const Task& task, Partial* partial) {
   const int64_t begin = std::max(task.begin, call.window > 0 ? position - call.window + 1 : 0);
   const TileScope scope(rows);
   for (int64_t from = task.begin; from < task.end; from += kStep) {
+    prefetch(call, task, from + kStep, kStep);
     const uint16_t *keys[4], *values[4];
     for (int j = 0; j < 4; ++j) {
       const int64_t at = from + 16 * j < task.end ? from + 16 * j : from;

@@ -54,7 +54,8 @@ void Context::project(const Linear& linear, const float* x, int64_t x_stride, in
                       float eps, Epilogue epilogue, float* out, int64_t out_stride) {
   for (int64_t row = 0; row < rows; row += kRowsAtOnce) {
     const int count = int(std::min(kRowsAtOnce, rows - row));
-    const bool tiled = amx && linear.tiles != nullptr && count > tile_threshold();
+    const int64_t threshold = int64_t(tile_threshold()) * (linear.four_bit() ? 1 : 2);
+    const bool tiled = amx && linear.tiles != nullptr && count > threshold;
     prepare(pool, activation_, tiled, x + row * x_stride, x_stride, count, linear.inputs, norm, eps);
     multiply(pool, linear, activation_, epilogue, out + row * out_stride, out_stride);
   }

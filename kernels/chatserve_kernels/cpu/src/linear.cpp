@@ -6,7 +6,7 @@ namespace cs {
 
 namespace {
 
-int g_tile_threshold = 6;
+int g_tile_threshold = 8;
 
 constexpr int64_t kPrefetch = 4096;  // bytes ahead of the weights being multiplied (measured)
 
