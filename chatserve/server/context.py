@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from chatserve.server.metrics import ServerMetrics
     from chatserve.server.origin import OriginPolicy
     from chatserve.server.prefixes import PrefixRegistry
+    from chatserve.server.sampling_defaults import SamplingDefaults
     from chatserve.tenancy.registry import TenantRegistry
 
 
@@ -57,6 +58,7 @@ class ServerContext:
     engine: EngineClient
     service: GenerationService
     prefixes: PrefixRegistry
+    sampling_defaults: SamplingDefaults
     tenants: TenantRegistry
     origins: OriginPolicy
     auth: Authenticator

@@ -17,6 +17,7 @@ from chatserve.config import ServerConfig
 from chatserve.errors import InvalidRequestError, NotFoundError, UnsupportedParameterError
 from chatserve.sampling_params import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_STOP_TOKEN_IDS, SamplingParams
 from chatserve.server.body import decode
+from chatserve.server.sampling_defaults import SamplingDefaults
 from chatserve.server.unsupported import refuse_unsupported
 from chatserve.server.wire import ChatCompletionRequest, CompletionRequest, MessageParam, SamplingFields
 from chatserve.text.chat_template import ChatMessage
@@ -148,20 +149,22 @@ def parse_prompts(prompt: str | list[str | int | list[int]], vocab_size: int) ->
     return prompts
 
 
-def parse_sampling(request: ChatCompletionRequest | CompletionRequest, vocab_size: int) -> SamplingParams:
-    """Validated sampling settings; the seed stays unset where none was given."""
+def parse_sampling(
+    request: ChatCompletionRequest | CompletionRequest, vocab_size: int, defaults: SamplingDefaults
+) -> SamplingParams:
+    """Validated sampling settings, the model's ``defaults`` where nothing is given; the seed may stay unset."""
     seed = request.seed
     params = SamplingParams(
         n=_or(request.n, 1),
         max_tokens=_max_tokens(request),
         min_tokens=_or(request.min_tokens, 0),
-        temperature=_or(request.temperature, 1.0),
-        top_k=0 if request.top_k in (None, -1) else _or(request.top_k, 0),
-        top_p=_or(request.top_p, 1.0),
-        min_p=_or(request.min_p, 0.0),
+        temperature=_or(request.temperature, defaults.temperature),
+        top_k=0 if request.top_k == -1 else _or(request.top_k, defaults.top_k),
+        top_p=_or(request.top_p, defaults.top_p),
+        min_p=_or(request.min_p, defaults.min_p),
         presence_penalty=_or(request.presence_penalty, 0.0),
         frequency_penalty=_or(request.frequency_penalty, 0.0),
-        repetition_penalty=_or(request.repetition_penalty, 1.0),
+        repetition_penalty=_or(request.repetition_penalty, defaults.repetition_penalty),
         logit_bias=_logit_bias(request.logit_bias),
         stop_token_ids=_stop_token_ids(request.stop_token_ids),
         ignore_eos=bool(request.ignore_eos),

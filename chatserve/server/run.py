@@ -32,6 +32,7 @@ from chatserve.server.log_setup import configure_logging
 from chatserve.server.metrics import ServerMetrics
 from chatserve.server.origin import OriginPolicy, check_bind
 from chatserve.server.prefixes import PrefixRegistry
+from chatserve.server.sampling_defaults import sampling_defaults
 from chatserve.server.tenant_sync import TenantSync
 from chatserve.server.ws_transport import WebSocketProtocol
 from chatserve.tenancy.registry import TenantRegistry, open_registry, open_tenants
@@ -102,6 +103,7 @@ def build_context(
         engine=engine,
         service=service,
         prefixes=PrefixRegistry(engine, service, config.tenancy.prefixes),
+        sampling_defaults=sampling_defaults(Path(config.engine.model.path)),
         tenants=tenants,
         origins=OriginPolicy(config.server),
         auth=Authenticator(tenants, config.tenancy.admin_api_key),
@@ -130,7 +132,9 @@ def bind(config: ServerConfig) -> socket.socket:
         return listener
     except OSError as error:
         where = config.uds or f"{config.host}:{config.port}"
-        raise ConfigError(f"Cannot listen on {where}: {error.strerror or error}. Choose another --port.") from None
+        raise ConfigError(
+            f"Cannot listen on {where}: {error.strerror or error}. Choose another --host or --port."
+        ) from None
 
 
 def url_of(listener: socket.socket) -> str:

@@ -151,7 +151,11 @@ class ChatHub:
         if not isinstance(command.content, str):
             raise InvalidRequestError("content is required: the text of the message.", param="content")
         params = parse_params(
-            command.params, context.model_name, context.service.engine_info().vocab_size, context.config.server
+            command.params,
+            context.model_name,
+            context.service.engine_info().vocab_size,
+            context.config.server,
+            context.sampling_defaults,
         )
         scopes = context.scopes_for(principal, params.cache_salt)
         history, new = await self._prompt(principal.tenant, command)

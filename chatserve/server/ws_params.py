@@ -13,6 +13,7 @@ from chatserve.errors import InvalidRequestError, NotFoundError, UnsupportedPara
 from chatserve.sampling_params import SamplingParams
 from chatserve.server.body import decode
 from chatserve.server.parse import COMPLETION_FIELDS, check_model, parse_sampling, parse_stop
+from chatserve.server.sampling_defaults import SamplingDefaults
 from chatserve.server.unsupported import refuse_unsupported
 from chatserve.server.wire import ChatCompletionRequest, MessageParam
 from chatserve.text.stop_strings import StopAutomaton
@@ -41,8 +42,10 @@ class TurnParams(msgspec.Struct, frozen=True):
     cache_salt: str
 
 
-def parse_params(raw: msgspec.Raw, model_name: str, vocab_size: int, config: ServerConfig) -> TurnParams:
-    """Decode and validate.
+def parse_params(
+    raw: msgspec.Raw, model_name: str, vocab_size: int, config: ServerConfig, defaults: SamplingDefaults
+) -> TurnParams:
+    """Decode and validate; the model's ``defaults`` stand where nothing is given.
 
     Raises:
         ChatserveError: with ``param`` naming the field at fault.
@@ -57,7 +60,7 @@ def parse_params(raw: msgspec.Raw, model_name: str, vocab_size: int, config: Ser
             raise UnsupportedParameterError("A WebSocket always streams; leave stream out.", param="stream")
         refuse_unsupported(given, known=_Fields.__struct_fields__, elsewhere=COMPLETION_FIELDS)
         check_model(fields.model, model_name)
-        sampling = parse_sampling(fields, vocab_size)
+        sampling = parse_sampling(fields, vocab_size, defaults)
         stop = parse_stop(fields, config)
     except (InvalidRequestError, NotFoundError) as error:
         error.param = "params" if error.param is None else f"params.{error.param}"

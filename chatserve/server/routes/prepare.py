@@ -36,7 +36,7 @@ async def prepare(request: Request, context: ServerContext, kind: type[R]) -> tu
     body, info.ignored = parse_request(raw, kind, context.model_name)
     return body, GenerationRequest(
         prompt_ids=b"",
-        sampling=parse_sampling(body, service.engine_info().vocab_size),
+        sampling=parse_sampling(body, service.engine_info().vocab_size, context.sampling_defaults),
         scopes=context.scopes_for(info.principal, body.cache_salt or ""),
         principal=info.principal,
         stop=parse_stop(body, config),
