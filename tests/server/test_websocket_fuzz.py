@@ -69,7 +69,7 @@ async def converse(live: LiveServer, frames: list[Any], greet: bool) -> None:
             for index, frame in enumerate(frames):
                 if isinstance(frame, tuple):
                     kind, fields = frame
-                    sent.append(f"c{live.context.created}-{id(client)}-{index}")
+                    sent.append(f"{client.name}-f{index}")
                     await client.socket.send(json.dumps({**fields, "type": kind, "id": sent[-1]}))
                 else:
                     await client.socket.send(frame)

@@ -10,6 +10,7 @@ import asyncio
 import hashlib
 import itertools
 import json
+import secrets
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -33,6 +34,7 @@ class WsClient:
 
     def __init__(self, socket: ClientConnection) -> None:
         self.socket = socket
+        self.name = secrets.token_hex(8)  # an id that comes again within minutes would be taken for a resend
         self.messages: list[Json] = []
         self.texts: dict[str, str] = {}
         self.ends: dict[str, Json] = {}
@@ -42,7 +44,7 @@ class WsClient:
     async def send(self, type_: str, **fields: object) -> str:
         """Send a command with a fresh id and return the id."""
         given = fields.pop("id", None)
-        command_id = str(given) if given is not None else f"{id(self):x}-{next(self._ids)}"
+        command_id = str(given) if given is not None else f"{self.name}-{next(self._ids)}"
         await self.socket.send(json.dumps({"type": type_, "id": command_id, **fields}))
         return command_id
 
