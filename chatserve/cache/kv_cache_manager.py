@@ -311,6 +311,11 @@ class KVCacheManager:
         run = tokens[start * self.block_size : end * self.block_size].tobytes()
         own = table.blocks[start:end]
         found = self.tree.publish(table.scopes, table.blocks[:start], run, own, now)
+        if found is own:
+            table.num_published = end
+            if table.first_own is None:
+                table.first_own = start
+            return []
         if table.first_own is None:
             for index, (mine, theirs) in enumerate(zip(own, found, strict=True), start):
                 if mine == theirs:

@@ -158,6 +158,11 @@ class RadixTree:
         size = self.block_bytes
         node = self._node_at(prefix)
         offset = len(prefix) - node.start
+        if offset == node.length and node.scope == scopes[-1] and not node.ordered:
+            # A sequence that decodes: its own leaf grows by a block.
+            self._extend(node, tokens, blocks)
+            self._touch(node, now)
+            return blocks
         result: list[int] = []
         pos = 0
         while pos < len(tokens):
@@ -235,13 +240,18 @@ class RadixTree:
     def _append(self, node: Node, scope: int, tokens: bytes, blocks: list[int]) -> Node:
         """Add a run below ``node``: in place where ``node`` is a leaf of the same scope, else as a child."""
         self._drop_covered_partials(node, scope, tokens)
-        if node is not self.root and node.scope == scope and not node.ordered and not node.host_blocks:
-            node.tokens += tokens
-        else:
-            node = Node(node, scope, node.start + node.length, bytearray(tokens))
-            self._link(node)
+        if node.scope == scope and not node.ordered and not node.host_blocks:
+            self._extend(node, tokens, blocks)
+            return node
+        child = Node(node, scope, node.start + node.length, bytearray(tokens))
+        self._link(child)
+        self._add_device(child, blocks)
+        return child
+
+    def _extend(self, node: Node, tokens: bytes, blocks: list[int]) -> None:
+        """A leaf's run grows in place."""
+        node.tokens += tokens
         self._add_device(node, blocks)
-        return node
 
     def _add_device(self, node: Node, blocks: list[int]) -> None:
         """The run's device part grows by ``blocks``, of which the tree becomes a holder."""

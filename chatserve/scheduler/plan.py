@@ -10,7 +10,7 @@ import numpy as np
 
 from chatserve.cache.block_table import TableChange
 from chatserve.cache.kv_cache_manager import KVCacheManager
-from chatserve.scheduler.batch import Batch, Int32s
+from chatserve.scheduler.batch import Batch, Index, Int32s
 from chatserve.scheduler.output import NewSequence, SchedulerOutput
 from chatserve.scheduler.request import Sequence
 
@@ -46,8 +46,9 @@ class Plan:
     """The step under construction and, until `Scheduler.update`, in flight.
 
     Attributes:
-        rows, num_new, after: int32 [n]; rows that run, their new tokens, and their computed tokens afterwards.
+        rows, after: int32 [n]; rows that run, and their computed tokens afterwards.
         sample_rows: int32 [s]; rows that get a token.
+        index, sample_index: the same rows for indexing columns of the batch.
         forks: (parent row, child row) pairs of this step.
     """
 
@@ -56,6 +57,8 @@ class Plan:
         self.rows: Int32s = empty
         self.after: Int32s = empty
         self.sample_rows: Int32s = empty
+        self.index: Index = empty
+        self.sample_index: Index = empty
         self.forks: list[tuple[int, int]] = []
         self._new: list[NewSequence] = []
         self._chunk_rows: list[int] = []
@@ -84,13 +87,20 @@ class Plan:
         self._chunk_tokens.append(tokens)
 
     def build(
-        self, step: int, batch: Batch, decodes: Int32s, changes: RowChanges, manager: KVCacheManager
+        self,
+        step: int,
+        batch: Batch,
+        decodes: Int32s,
+        decode_index: Index,
+        changes: RowChanges,
+        manager: KVCacheManager,
     ) -> SchedulerOutput | None:
         """The plan: ``decodes`` rows with one token each, then the chunks. ``None`` if there is nothing to do."""
         count = len(decodes)
         if self._chunk_rows:
-            self.rows = np.concatenate((decodes, np.array(self._chunk_rows, np.int32)))
+            self.index = self.rows = np.concatenate((decodes, np.array(self._chunk_rows, np.int32)))
             num_new = np.concatenate((batch.ones[:count], np.array(self._chunk_sizes, np.int32)))
+            last_tokens = batch.last_token[decodes]
             computed = batch.computed[self.rows]
             self.after = computed + num_new
             sources = np.flatnonzero(self.after == batch.known[self.rows]).astype(np.int32)
@@ -100,15 +110,18 @@ class Plan:
                 forked = np.array([(index_of[parent], child) for parent, child in self.forks], np.int32)
                 sources = np.concatenate((sources, forked[:, 0]))
                 self.sample_rows = np.concatenate((self.sample_rows, forked[:, 1]))
+            self.sample_index = self.sample_rows
         elif count:
             self.rows = self.sample_rows = decodes
+            self.index = self.sample_index = decode_index
             num_new = batch.ones[:count]
+            last_tokens = batch.last_token[decode_index]
             sources = batch.indices[:count]
-            computed = batch.computed[decodes]
+            computed = batch.computed[decode_index]
             self.after = computed + 1
         elif manager.must_clear:
             # Purged memory is zeroed now, not when somebody happens to run.
-            num_new = sources = computed = self.rows
+            num_new = sources = computed = last_tokens = self.rows
         else:
             return None
         freed, tables = changes.take()
@@ -128,7 +141,7 @@ class Plan:
             rows=self.rows.tobytes(),
             num_computed=computed.tobytes(),
             num_new=num_new.tobytes(),
-            token_ids=batch.last_token[decodes].tobytes() + b"".join(self._chunk_tokens),
+            token_ids=last_tokens.tobytes() + b"".join(self._chunk_tokens),
             sample_sources=sources.tobytes(),
             sample_rows=self.sample_rows.tobytes(),
         )

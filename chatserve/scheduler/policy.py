@@ -9,12 +9,12 @@ from chatserve.scheduler.batch import Batch
 from chatserve.scheduler.fairness import QUANTUM_TOKENS, Tenants
 from chatserve.scheduler.request import Sequence
 
-STALL_SECONDS = 0.15
-"""How long a prefill chunk may keep running streams waiting for their next token."""
+STALL_SECONDS = 0.06
+"""How long one step's prefill may keep streams waiting for their next token, and newcomers for their turn."""
 
 
 def prefill_chunk(tokens_per_second: float) -> int:
-    """Prompt tokens per step beside decodes that stay within `STALL_SECONDS`; 512 where the speed is unknown."""
+    """Prompt tokens per step that stay within `STALL_SECONDS`; 512 where the speed is unknown."""
     if not tokens_per_second:
         return 512
     return max(64, min(2048, int(tokens_per_second * STALL_SECONDS)))
@@ -51,11 +51,12 @@ def pick_unfair_victim(batch: Batch, tenants: Tenants, head: Sequence, admitted_
     The tenant must be more than a quantum of virtual tokens ahead of the waiting one; of its sequences the last
     admitted goes, unless it was resumed after step ``admitted_before``.
     """
-    counters = tenants.counters[batch.tenants[batch.order_rows()]]
+    running = batch.tenants[batch.index()]
+    counters = tenants.counters[running]
     furthest = int(counters.argmax())
     if counters[furthest] <= tenants.counters[head.request.tenant] + QUANTUM_TOKENS:
         return None
-    tenant = batch.order[furthest].request.tenant
+    tenant = int(running[furthest])
     for sequence in reversed(batch.order):
         if sequence.request.priority_class < head.request.priority_class:
             return None

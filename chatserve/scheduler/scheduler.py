@@ -7,6 +7,7 @@ one step, `update` takes the worker's answer. No clock, no I/O, no randomness: t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 import numpy as np
@@ -16,7 +17,7 @@ from chatserve.cache.kv_cache_manager import KVCacheManager
 from chatserve.cache.match import Match
 from chatserve.config import SchedulerConfig
 from chatserve.errors import ContextLengthError
-from chatserve.scheduler.batch import NEVER, Batch, Int32s
+from chatserve.scheduler.batch import NEVER, Batch, Index, Int32s
 from chatserve.scheduler.fairness import Tenants
 from chatserve.scheduler.output import ModelRunnerOutput, SchedulerOutput, StepNews
 from chatserve.scheduler.plan import Plan, RowChanges
@@ -135,31 +136,35 @@ class Scheduler:
         self._make_room()
         self._grow_running()
 
-        rows = batch.order_rows()
-        known = batch.known[rows]
-        chunked = (known - batch.computed[rows] > 1) | (known == batch.num_prompt[rows])
+        rows, index = batch.rows(), batch.index()
+        known = batch.known[index]
+        chunked = (known - batch.computed[index] > 1) | (known == batch.num_prompt[index])
         num_chunked = np.count_nonzero(chunked)
-        decodes = rows[~chunked] if num_chunked else rows
+        decodes = rows
+        if num_chunked:
+            decodes = index = rows[~chunked]
         budget = self._config.max_num_batched_tokens - len(decodes)
         if len(decodes):
             budget = min(budget, self._prefill_chunk)
-        for row in rows[chunked].tolist() if num_chunked else ():
-            if budget <= 0:
-                break
-            sequence = batch.sequences[row]
-            assert sequence is not None
-            budget -= self._run_chunk(sequence, budget)
+        if num_chunked:
+            # Whoever has been served less than those in the middle of their prefill goes before them.
+            running = batch.tenants[rows[chunked]]
+            if len(self.waiting):
+                budget = self._admit_waiting(budget, float(self.tenants.counters[running].min()))
+            for sequence in self._in_order(rows[chunked]):
+                if budget > 0:
+                    budget -= self._run_chunk(sequence, budget)
         if len(self.waiting):
             self._admit_waiting(budget)
-        return plan.build(self.step, batch, decodes, self._changes, self.manager)
+        return plan.build(self.step, batch, decodes, index, self._changes, self.manager)
 
     def update(self, output: ModelRunnerOutput) -> StepNews:
         """Take the worker's answer to the plan that `schedule` returned last."""
         plan, batch, manager = self._plan, self.batch, self.manager
         manager.finish_step()
-        batch.computed[plan.rows] = plan.after
+        batch.computed[plan.index] = plan.after
         tokens = np.frombuffer(output.tokens, np.int32)
-        rows = plan.sample_rows
+        rows, index = plan.sample_rows, plan.sample_index
         logprobs = output.logprobs
         refused: set[int] = set()
         if output.failed:
@@ -170,27 +175,28 @@ class Scheduler:
             refused |= self._fail_samples(rows[invalid])
         if refused:
             keep = [i for i, row in enumerate(rows.tolist()) if row not in refused]
-            rows, tokens = rows[keep], tokens[keep]
+            rows = index = rows[keep]
+            tokens = tokens[keep]
             if logprobs is not None:
                 logprobs = tuple(logprobs[i] for i in keep)
 
-        known = batch.known[rows] + 1
-        batch.known[rows] = known
-        batch.last_token[rows] = tokens
+        known = batch.known[index] + 1
+        batch.known[index] = known
+        batch.last_token[index] = tokens
         row_tokens = batch.tokens
         for row, token in zip(rows.tolist(), tokens.tolist(), strict=True):
             row_tokens[row].append(token)
         self.counters.generation_tokens += len(rows)
-        self.tenants.charge_generated(batch.tenants[rows])
+        self.tenants.charge_generated(batch.tenants[index])
         self._publish(plan)
 
-        news = StepNews(batch.request_ids[rows].tobytes(), batch.choices[rows].tobytes(), tokens.tobytes(), logprobs)
-        self._finish_outputs(rows, tokens, known)
+        news = StepNews(batch.request_ids[index].tobytes(), batch.choices[index].tobytes(), tokens.tobytes(), logprobs)
+        self._finish_outputs(rows, index, tokens, known)
         return self.requests.tell(news)
 
     def _publish(self, plan: Plan) -> None:
         batch = self.batch
-        due = plan.rows[plan.after >= batch.publish_at[plan.rows]]
+        due = plan.rows[plan.after >= batch.publish_at[plan.index]]
         for row in due.tolist():
             sequence = batch.sequences[row]
             if sequence is None or sequence.table is None:
@@ -210,17 +216,17 @@ class Scheduler:
 
     # ------------------------------------------------------------------ endings
 
-    def _finish_outputs(self, rows: Int32s, tokens: Int32s, known: Int32s) -> None:
+    def _finish_outputs(self, rows: Int32s, index: Index, tokens: Int32s, known: Int32s) -> None:
         batch = self.batch
-        stopped = self._is_eos[tokens] & batch.uses_eos[rows]
+        stopped = self._is_eos[tokens] & batch.uses_eos[index]
         if batch.num_own_stops:
-            for i in np.flatnonzero(batch.own_stops[rows]).tolist():
+            for i in np.flatnonzero(batch.own_stops[index]).tolist():
                 sequence = batch.sequences[rows[i]]
                 assert sequence is not None
                 stopped[i] |= int(tokens[i]) in sequence.sampling.stop_token_ids
         if np.count_nonzero(stopped):
-            stopped &= known > batch.stop_after[rows]
-        ended = stopped | (known >= batch.max_total[rows])
+            stopped &= known > batch.stop_after[index]
+        ended = stopped | (known >= batch.max_total[index])
         for i in np.flatnonzero(ended).tolist():
             sequence = batch.sequences[rows[i]]
             assert sequence is not None
@@ -292,11 +298,15 @@ class Scheduler:
         if not len(batch):
             return
         worst = batch.order[-1].request.priority_class
-        head = self.waiting.first(self.step) if len(self.waiting) else None
+        may_be_unfair = not batch.num_free_rows and len(self.tenants) > 2
+        if not len(self.waiting) or not (may_be_unfair or self.waiting.best_class() < worst):
+            return
+        head = self.waiting.first(self.step)
         if head is None:
             return
         if head.request.priority_class >= worst:
-            self._make_room_for_fairness(head)
+            if may_be_unfair:
+                self._make_room_for_fairness(head)
             return
         while not batch.num_free_rows or self._lacks_memory(head):
             victim = pick_slot_victim(batch.order, head.request.priority_class, self.step - QUANTUM_STEPS)
@@ -306,8 +316,6 @@ class Scheduler:
 
     def _make_room_for_fairness(self, head: Sequence) -> None:
         """A slot for the next sequence, at the cost of a tenant that is far ahead of its own."""
-        if self.batch.num_free_rows or len(self.tenants) <= 2:
-            return
         victim = pick_unfair_victim(self.batch, self.tenants, head, self.step - QUANTUM_STEPS)
         if victim is not None:
             self._preempt(victim)
@@ -320,14 +328,22 @@ class Scheduler:
     def _match(self, sequence: Sequence) -> Match:
         return self.manager.match(sequence.tokens.tobytes(), sequence.request.scopes, self.step)
 
+    def _in_order(self, rows: Int32s) -> list[Sequence]:
+        """The sequences of these rows, best class first, then in order of admission."""
+        found = [sequence for row in rows.tolist() if (sequence := self.batch.sequences[row]) is not None]
+        return sorted(found, key=lambda s: (s.request.priority_class, s.admission))
+
     def _grow_running(self) -> None:
         """Give every row that is about to write past its capacity a block, preempting from the end if need be."""
         batch, manager = self.batch, self.manager
-        rows = batch.order_rows()
-        for row in rows[batch.computed[rows] >= batch.capacity[rows]].tolist():
-            sequence = batch.sequences[row]
-            if sequence is None or sequence.table is None:
-                continue
+        index = batch.index()
+        needing = batch.computed[index] >= batch.capacity[index]
+        if not np.count_nonzero(needing):
+            return
+        for sequence in self._in_order(batch.rows()[needing]):
+            row = sequence.row
+            if row < 0 or sequence.table is None:
+                continue  # a victim of one before it
             while True:
                 changes = manager.grow(sequence.table, int(batch.computed[row]) + 1)
                 if changes is not None:
@@ -403,13 +419,28 @@ class Scheduler:
 
     # ------------------------------------------------------------------ admission
 
-    def _admit_waiting(self, budget: int) -> None:
-        """Admit waiting sequences, each with the first chunk of its prefill, while rows, tokens and blocks last."""
-        batch, waiting = self.batch, self.waiting
+    def _admit_waiting(self, budget: int, below: float = math.inf) -> int:
+        """Admit waiting sequences, each with the first chunk of its prefill, while rows, tokens and blocks last.
+
+        Args:
+            below: only of tenants whose counter is lower.
+
+        Returns:
+            The budget that is left.
+        """
+        batch, waiting, counters = self.batch, self.waiting, self.tenants.counters
         waiting.begin(self.step, self.manager.num_available, retry_all=not len(batch))
-        while budget > 0 and batch.num_free_rows and (sequence := waiting.next()) is not None:
+        while budget > 0 and batch.num_free_rows:
+            if below < math.inf:
+                first = waiting.first(self.step)
+                if first is None or counters[first.request.tenant] >= below:
+                    break
+            sequence = waiting.next()
+            if sequence is None:
+                break
             budget -= self._try_admit(sequence, budget)
         waiting.end()
+        return budget
 
     def _try_admit(self, sequence: Sequence, budget: int) -> int:
         """Admit a candidate and schedule its first chunk, or put it back; returns the tokens scheduled."""
