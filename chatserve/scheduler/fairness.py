@@ -33,6 +33,8 @@ Int64s = npt.NDArray[np.int64]
 class Tenants:
     """Every tenant the engine has seen, by index.
 
+    ``num_active`` counts a tenant's open requests, ``num_present`` the tenants that have any.
+
     Columns by tenant index:
         counters (float64): virtual tokens served.
         prompt, cached, computed, generated (int64): tokens since start, exactly. Computed are prompt tokens that
@@ -42,6 +44,7 @@ class Tenants:
     def __init__(self) -> None:
         self.names: list[str] = []
         self.num_active: list[int] = []
+        self.num_present = 0
         self.counters: npt.NDArray[np.float64] = np.zeros(16)
         self.prompt: Int64s = np.zeros(16, np.int64)
         self.cached: Int64s = np.zeros(16, np.int64)
@@ -80,11 +83,14 @@ class Tenants:
             active = [self.counters[i] for i, count in enumerate(self.num_active) if count]
             if active:
                 self.counters[tenant] = max(self.counters[tenant], min(active))
+            self.num_present += 1
         self.num_active[tenant] += 1
 
     def leave(self, tenant: int) -> None:
         """A request of the tenant has ended."""
         self.num_active[tenant] -= 1
+        if not self.num_active[tenant]:
+            self.num_present -= 1
 
     def charge_cached(self, tenant: int, num_prompt: int, num_cached: int) -> None:
         """A request of the tenant was admitted with ``num_cached`` of its tokens found."""

@@ -144,7 +144,8 @@ class Scheduler:
         if num_chunked:
             decodes = index = rows[~chunked]
         budget = self._config.max_num_batched_tokens - len(decodes)
-        if len(decodes):
+        if len(decodes) or self.tenants.num_present > 1:
+            # A tenant alone, with nothing to stall, may fill the step; else streams and newcomers wait for its end.
             budget = min(budget, self._prefill_chunk)
         if num_chunked:
             # Whoever has been served less than those in the middle of their prefill goes before them.
