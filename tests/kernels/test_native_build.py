@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 from chatserve_kernels.cpu import build
+from click.testing import CliRunner
 
+from chatserve.cli.main import cli
 from chatserve.errors import ConfigError
 from chatserve.model import kernels
 
@@ -81,6 +83,16 @@ def test_a_file_that_is_no_library_is_refused(tmp_path: Path, compiler: Path, mo
     assert kernels.load_kernels(1, notices.append) is None
     assert "cannot be loaded" in notices[-1]
     assert "delete it" in notices[-1]
+
+
+def test_the_command_compiles_and_says_where(tmp_path: Path, compiler: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``chatserve kernels build`` leaves the library that the engine will look for."""
+    monkeypatch.setenv("CHATSERVE_HOME", str(tmp_path))
+    result = CliRunner().invoke(cli, ["kernels", "build"])
+    assert result.exit_code == 0, result.output
+    path = build.plan(kernels.kernel_folder()).path
+    assert path.read_text() == "compiled\n"
+    assert str(path) in result.output
 
 
 def test_instruction_sets_follow_the_cpu() -> None:

@@ -5,19 +5,25 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
+import gguf
 import pytest
 import torch
 from chatserve_kernels.cpu.backend import NativeBackend
+from chatserve_kernels.cpu.weights import QuantisedRows, dequantise
 from chatserve_kernels.interface import Backend
 from chatserve_kernels.torch_backend import TorchBackend
+from safetensors.torch import load_file
 
 from chatserve.model import store
 from chatserve.model.architecture import Architecture
+from chatserve.model.gguf_convert import convert
 from chatserve.model.native import Quantization
 from chatserve.model.transformer import Transformer
+from chatserve.model.weights import Checkpoint
 from chatserve.text.tokenizer import Tokenizer
 from tests.kernels.native import library
 from tests.model.tiny import VARIANTS, all_logits, write_model
+from tests.store.tiny_gguf import write_gguf
 
 TEXT = """The harbour was quiet in the early morning. Fishing boats rocked against the stone wall, and the gulls had
 not yet begun their noise. A woman in a grey coat walked along the pier with a basket of bread under her
@@ -85,6 +91,29 @@ def test_stored_blocks_are_used_and_the_model_reads_text_as_well(smollm2: Path, 
     finally:
         native.library.tile_threshold = before
     assert abs(perplexity(dots, ids) / exact - 1) < 0.01
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q8_0"])
+def test_kept_blocks_are_the_converted_weights(tmp_path: Path, native: NativeBackend, kind: str) -> None:
+    """What the converter keeps of a GGUF file means, matrix by matrix and row by row (q and k reordered), the
+    bfloat16 weights beside it; and the kernels then give the logits of those."""
+    source, folder = tmp_path / "model.gguf", tmp_path / "out"
+    write_gguf(source, "llama", tied=False, kind=gguf.GGMLQuantizationType[kind])
+    folder.mkdir()
+    convert(source, folder, lambda step, done, total: None)
+    weights = load_file(folder / "model.safetensors")
+    with Checkpoint(folder) as checkpoint:
+        for name, weight in weights.items():
+            if weight.dim() == 2:
+                found = checkpoint.blocks(name, (weight.shape[0], weight.shape[1]))
+                assert found is not None
+                assert torch.equal(dequantise(QuantisedRows(*found)).bfloat16(), weight), name
+    prompts = [[3, 17, 99, 4, 55], list(range(20, 50))]
+    _, expected = run(folder, TorchBackend(), torch.float32, prompts, "none")
+    model, ours = run(folder, native, torch.bfloat16, prompts, "auto")
+    assert model.is_native
+    for a, b in zip(expected, ours, strict=True):
+        assert (a - b).norm() / a.norm() < 0.06
 
 
 def perplexity(logits: torch.Tensor, ids: list[int]) -> float:

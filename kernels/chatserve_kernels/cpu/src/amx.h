@@ -12,10 +12,11 @@
 
 namespace cs {
 
-// Linux grants the tile registers on request, once per process. False where it does not.
-inline bool request_amx() {
+// Whether tiles may be used: Linux grants their registers on request, once per process; some sandboxes do not.
+inline bool amx_granted() {
   constexpr long kRequestPermission = 0x1023, kTileData = 18;
-  return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+  static const bool granted = syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+  return granted;
 }
 
 // Holds the tile configuration while in scope, and leaves none behind for whoever runs next on this thread.

@@ -29,7 +29,7 @@ CS_EXPORT int cs_abi_version() { return 1; }
 
 CS_EXPORT Context* cs_create(int threads) {
 #if defined(CS_AMX)
-  const bool amx = cs::request_amx();
+  const bool amx = cs::amx_granted();
 #else
   const bool amx = false;
 #endif

@@ -454,7 +454,7 @@ void merge(const Call& call, const Task& task, const std::vector<const Partial*>
 
 void run_task(const Call& call, const Task& task, Partial* partial) {
 #if defined(CS_AMX)
-  if (call.paged.block_size % 16 == 0 && call.paged.head_dim % 32 == 0) {
+  if (amx_granted() && call.paged.block_size % 16 == 0 && call.paged.head_dim % 32 == 0) {
     if (task.count == 1 && call.group() <= 4) return attend_amx_decode(call, task, partial);
     return attend_amx(call, task, partial);
   }

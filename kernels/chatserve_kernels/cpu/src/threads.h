@@ -98,7 +98,8 @@ class ThreadPool {
       const uint32_t epoch = epoch_.load(std::memory_order_seq_cst);
       for (int spins = 0; spins < kSpins && !has_work(); ++spins) relax();
       if (has_work()) work();
-      else epoch_.wait(epoch);
+      // Whoever has seen the destructor's epoch sees its stop as well; waiting for a later one would be for ever.
+      else if (!stop_.load(std::memory_order_relaxed)) epoch_.wait(epoch);
     }
   }
 
