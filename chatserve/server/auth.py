@@ -11,21 +11,27 @@ import hashlib
 import hmac
 import secrets
 import time
-from collections import OrderedDict
+from collections import deque
 from http.cookies import CookieError, SimpleCookie
 
 import msgspec
 from starlette.types import Scope as ASGIScope
 
 from chatserve.errors import AuthenticationError, PermissionDeniedError
+from chatserve.server.auth_guard import KeyGuard
 from chatserve.server.origin import header
+from chatserve.tenancy.keys import ApiKey, key_id_of
 from chatserve.tenancy.registry import TenantRegistry
 from chatserve.tenancy.tenant import DEFAULT_TENANT
 
 COOKIE_NAME = "chatserve_session"
 SESSION_SECONDS = 30 * 24 * 3600
-MAX_SESSIONS = 4096
+MAX_SESSIONS_PER_KEY = 512
+"""The oldest session of the same key goes first: nobody's logins end another's session."""
+
 SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
+_ADMIN_ID = "admin"
+"""Names the admin key where keys are named; ids of other keys are longer."""
 
 
 class Principal(msgspec.Struct, frozen=True):
@@ -51,7 +57,9 @@ class Authenticator:
     def __init__(self, tenants: TenantRegistry, admin_key: str | None = None) -> None:
         self._tenants = tenants
         self._admin = None if admin_key is None else _digest(admin_key)
-        self._sessions: OrderedDict[bytes, tuple[float, str]] = OrderedDict()  # until when, and by which key
+        self._sessions: dict[bytes, tuple[float, str]] = {}  # until when, and by which key
+        self._of_key: dict[str, deque[bytes]] = {}  # oldest first; those that were closed stay until their turn
+        self._guard = KeyGuard()
 
     @property
     def required(self) -> bool:
@@ -65,12 +73,14 @@ class Authenticator:
             AuthenticationError: keys are on, and the scope carries none that is good.
             PermissionDeniedError: a cookie without the page's own origin, where one is needed (anything that
                 can change state, and every WebSocket).
+            RateLimitError: too many wrong keys came from the caller's address.
         """
         if not self.required:
             return Principal()
         key = _bearer(scope)
         if key is not None:
-            return self.principal_of(key)
+            record = self._recognise(key, scope)
+            return Principal(record.tenant, record.id)
         session = self._session(scope)
         if session is None:
             raise AuthenticationError("A key is needed here: send the header Authorization: Bearer <key>.")
@@ -79,30 +89,49 @@ class Authenticator:
             raise PermissionDeniedError("A cookie is accepted from this server's own page only (no Origin was sent).")
         return session
 
-    def principal_of(self, key: str) -> Principal:
-        """The caller a key belongs to; raises `AuthenticationError`. Time does not depend on the key's text."""
-        record = self._tenants.recognise(key)
-        return Principal(record.tenant, record.id)
-
     def authenticate_admin(self, scope: ASGIScope) -> None:
-        """Raise `AuthenticationError` unless the scope carries the admin key, as a bearer key and in no other way."""
+        """Check for the admin key, as a bearer key and in no other way.
+
+        Raises:
+            AuthenticationError: the scope does not carry it.
+            RateLimitError: too many wrong keys came from the caller's address.
+        """
         key = _bearer(scope)
+        now = time.monotonic()
         if key is None or self._admin is None or not hmac.compare_digest(_digest(key), self._admin):
+            if key is not None:
+                self._guard.wrong(_address(scope), now)
             raise AuthenticationError(
                 "The admin key is needed here: send the header Authorization: Bearer <admin key>."
             )
+        self._guard.right(_address(scope), _ADMIN_ID, now)
+
+    def _recognise(self, key: str, scope: ASGIScope) -> ApiKey:
+        """The record of a key. Whether it is right does not show in the time, nor to whoever tries too many."""
+        address, now = _address(scope), time.monotonic()
+        try:
+            record = self._tenants.recognise(key)
+        except AuthenticationError as error:
+            if error.code == AuthenticationError.default_code:  # not one that was revoked or has expired
+                self._guard.wrong(address, now)
+            raise
+        if key_id_of(key) is None:  # without 256 random bits
+            self._guard.right(address, record.id, now)
+        return record
 
     def has_cookie(self, scope: ASGIScope) -> bool:
         """Whether a session cookie was sent at all, valid or not."""
         return _cookie(scope) is not None
 
-    def log_in(self, key: str) -> str:
-        """Open a session for a key and return its opaque token; raises `AuthenticationError`."""
-        record = self._tenants.recognise(key)
+    def log_in(self, key: str, scope: ASGIScope) -> str:
+        """Open a session for a key that came with ``scope`` and return its opaque token; raises as `authenticate`."""
+        record = self._recognise(key, scope)
         token = secrets.token_urlsafe(32)
         self._sessions[_digest(token)] = (time.monotonic() + SESSION_SECONDS, record.id)
-        while len(self._sessions) > MAX_SESSIONS:
-            self._sessions.popitem(last=False)
+        opened = self._of_key.setdefault(record.id, deque())
+        opened.append(_digest(token))
+        if len(opened) > MAX_SESSIONS_PER_KEY:
+            self._sessions.pop(opened.popleft(), None)
         return token
 
     def log_out(self, scope: ASGIScope) -> None:
@@ -128,6 +157,12 @@ def _bearer(scope: ASGIScope) -> str | None:
     if scheme.lower() != "bearer" or not key.strip():
         raise AuthenticationError("The Authorization header must read: Bearer <key>.")
     return key.strip()
+
+
+def _address(scope: ASGIScope) -> str | None:
+    """Where a request came from (behind a trusted proxy, what that says); ``None`` on a local socket."""
+    client = scope.get("client")
+    return str(client[0]) if client else None
 
 
 def _digest(secret: str) -> bytes:

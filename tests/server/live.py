@@ -58,7 +58,11 @@ class Reply:
 
 
 class LiveServer:
-    """Address and inside of a running server."""
+    """Address and inside of a running server.
+
+    Attributes:
+        address: the loopback address that new connections come from.
+    """
 
     def __init__(self, server: DrainingServer, context: ServerContext, engine: FakeEngineClient, url: str) -> None:
         self.server = server
@@ -66,9 +70,10 @@ class LiveServer:
         self.engine = engine
         self.url = url
         self.port = int(url.rsplit(":", 1)[1])
+        self.address = "127.0.0.1"
 
     async def connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        return await asyncio.open_connection("127.0.0.1", self.port)
+        return await asyncio.open_connection("127.0.0.1", self.port, local_addr=(self.address, 0))
 
     async def raw(self, data: bytes, *, patience: float = 20.0) -> bytes:
         """Send bytes, then read until the server closes."""

@@ -92,7 +92,7 @@ class Page:
         if self._context.auth.required:
             response.set_cookie(
                 COOKIE_NAME,
-                self._context.auth.log_in(body.key),
+                self._context.auth.log_in(body.key, request.scope),
                 max_age=SESSION_SECONDS,
                 path="/",
                 secure=request.scope["scheme"] == "https",

@@ -1,0 +1,197 @@
+"""Guessing keys: slowed down by address, and never at the cost of who has a right one."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from pathlib import Path
+
+import pytest
+from websockets.exceptions import InvalidStatus
+
+from chatserve.config import ServerConfig
+from chatserve.errors import AuthenticationError, RateLimitError
+from chatserve.server.auth import MAX_SESSIONS_PER_KEY, Authenticator
+from chatserve.server.auth_guard import (
+    MAX_ADDRESSES,
+    MAX_KNOWN,
+    REMEMBERED_SECONDS,
+    WRONG_KEYS_PER_MINUTE,
+    KeyGuard,
+    network_of,
+)
+from chatserve.tenancy.declared import declared_keys
+from chatserve.tenancy.registry import TenantRegistry, open_registry
+from chatserve.tenancy.store import TenantStore
+from chatserve.tenancy.tenant import Tenant
+from tests.fakes import FakeEngineClient
+from tests.server.live import HI, LiveServer, live_server
+from tests.server.ws_client import ws_client
+
+ADMIN = "the-admin-key"
+PLAIN = "a-plain-key"
+
+
+def try_wrong(guard: KeyGuard, address: str | None, times: int, now: float = 0.0) -> int:
+    """How many of so many wrong keys were looked at."""
+    looked_at = 0
+    for _ in range(times):
+        try:
+            guard.wrong(address, now)
+            looked_at += 1
+        except RateLimitError as error:
+            assert error.retry_after is not None
+            assert 0 < error.retry_after <= 60 / WRONG_KEYS_PER_MINUTE
+    return looked_at
+
+
+def test_guesses_are_bounded_by_address_however_fast_they_come() -> None:
+    """An hour of a hundred tries a second is answered for a minute's worth at first, and so many a minute."""
+    guard = KeyGuard()
+    seen = sum(try_wrong(guard, "203.0.113.5", 100, now=float(second)) for second in range(3600))
+    assert seen <= WRONG_KEYS_PER_MINUTE * 61
+    assert try_wrong(guard, "203.0.113.6", 1) == 1
+    assert try_wrong(guard, "203.0.113.5", 100, now=3600 + 60.0) == WRONG_KEYS_PER_MINUTE
+    assert try_wrong(guard, None, 1000) == 1000
+
+
+def test_a_right_guess_is_not_told_from_a_wrong_one() -> None:
+    """While an address is over the limit a key it has not used lately is refused, or guessing would go on."""
+    guard = KeyGuard()
+    guard.right("203.0.113.5", "old", 0.0)
+    try_wrong(guard, "203.0.113.5", 100)
+    with pytest.raises(RateLimitError) as refused:
+        guard.right("203.0.113.5", "new", 0.0)
+    assert refused.value.retry_after is not None
+    guard.right("203.0.113.5", "new", refused.value.retry_after)
+    guard.right("203.0.113.5", "old", 1.0)
+    guard.right("203.0.113.6", "new", 0.0)
+    try_wrong(guard, "203.0.113.5", 100, REMEMBERED_SECONDS + 2)
+    with pytest.raises(RateLimitError):
+        guard.right("203.0.113.5", "old", REMEMBERED_SECONDS + 2)
+
+
+def test_memory_is_bounded_and_the_worst_are_remembered() -> None:
+    """A botnet's addresses and a crowd's keys push out the oldest entries only."""
+    guard = KeyGuard()
+    rng = random.Random(1)
+    guard.right("198.51.100.1", "mine", 0.0)
+    for _ in range(3 * MAX_ADDRESSES):
+        guard.wrong(f"10.{rng.randrange(256)}.{rng.randrange(256)}.{rng.randrange(256)}", 0.0)
+    assert try_wrong(guard, "203.0.113.5", 100) == WRONG_KEYS_PER_MINUTE
+    assert len(guard._wrong) <= MAX_ADDRESSES
+    try_wrong(guard, "198.51.100.1", 100)
+    guard.right("198.51.100.1", "mine", 1.0)  # no flood of wrong keys makes a right one forgotten
+    for number in range(2 * MAX_KNOWN):
+        guard.right("192.0.2.1", str(number), 0.0)
+    assert len(guard._known) <= MAX_KNOWN
+
+
+def test_whose_an_address_is() -> None:
+    """A /64 is one customer's; an IPv4 address is the same in IPv6's clothes; any text of a proxy is bounded."""
+    assert network_of("2001:db8:1:2:3:4:5:6") == network_of("2001:db8:1:2::") != network_of("2001:db8:1:3::")
+    assert network_of("::ffff:203.0.113.5") == network_of("203.0.113.5") == "203.0.113.5"
+    assert len(network_of("x" * 10_000)) == 64
+
+
+async def guarded(live: LiveServer, key: str | None, address: str, path: str = "/v1/models") -> int:
+    """Status of one request with a key, from a loopback address."""
+    headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+    live.address = address
+    reply = await live.request("GET", path, headers=headers)
+    if reply.status == 429:
+        assert reply.error["code"] == "too_many_wrong_keys"
+        assert 1 <= int(reply.headers["retry-after"]) <= 60 / WRONG_KEYS_PER_MINUTE
+        assert 1 <= int(reply.headers["retry-after-ms"])
+    return reply.status
+
+
+@pytest.mark.asyncio
+async def test_over_the_wire(tiny_folder: Path) -> None:
+    """Everywhere a key is asked for, one count: HTTP, admin, login, WebSocket. Tenants behind the same address that
+    came before, or have a key nobody can guess, go on; a guess that is right is not let in while it may be one.
+    """
+    registry = TenantRegistry(TenantStore(None), pepper=bytes(32), declared=declared_keys([PLAIN, "another"]))
+    await registry.create_tenant(Tenant(name="acme"))
+    strong = (await registry.new_key("acme")).text
+    revoked = await registry.new_key("acme")
+    await registry.revoke_key(revoked.record.id)
+    async with live_server(
+        tiny_folder, FakeEngineClient(), server=ServerConfig(port=0), tenants=registry, admin_key=ADMIN
+    ) as live:
+        nat, elsewhere = "127.0.0.77", "127.0.0.78"
+        assert await guarded(live, PLAIN, nat) == 200
+        for _ in range(2 * WRONG_KEYS_PER_MINUTE):  # neither of these is a guess
+            assert await guarded(live, None, nat) == 401
+            assert await guarded(live, revoked.text, nat) == 401
+        statuses = []
+        for number in range(WRONG_KEYS_PER_MINUTE // 4):
+            statuses.append(await guarded(live, f"guess-{number}", nat))
+            statuses.append(await guarded(live, f"{strong[:-9]}_{number:08x}", nat, "/v1/usage"))
+            statuses.append(await guarded(live, f"guess-{number}", nat, "/admin/tenants"))
+            live.address = nat
+            login = await live.post("/ui/login", {"key": f"guess-{number}"})
+            statuses.append(login.status)
+        assert statuses == [401] * WRONG_KEYS_PER_MINUTE
+        assert {await guarded(live, f"more-{number}", nat) for number in range(5)} == {429}
+        assert await guarded(live, ADMIN, nat, "/admin/tenants") == 429
+        assert await guarded(live, "another", nat) == 429
+        live.address = nat
+        assert (await live.post("/ui/login", {"key": "another"})).status == 429
+        with pytest.raises(InvalidStatus) as refused:
+            async with ws_client(
+                live, hello=False, additional_headers={"Authorization": "Bearer guess"}, local_addr=(nat, 0)
+            ):
+                pass
+        assert refused.value.response.status_code == 429
+        # Those who are no guesses notice nothing.
+        assert await guarded(live, PLAIN, nat) == 200
+        assert await guarded(live, strong, nat) == 200
+        assert (await live.post("/ui/login", {"key": PLAIN})).status == 204
+        bearer = {"Authorization": f"Bearer {strong}"}
+        assert (await live.post("/v1/chat/completions", {"messages": HI}, **bearer)).status == 200
+        async with ws_client(live, additional_headers=bearer, local_addr=(nat, 0)) as client:
+            await client.ask("hi")
+        assert await guarded(live, ADMIN, elsewhere, "/admin/tenants") == 200
+        assert await guarded(live, "another", elsewhere) == 200
+        assert await guarded(live, "guess", elsewhere) == 401
+
+
+@pytest.mark.asyncio
+async def test_a_flood_of_guesses_delays_nobody(tiny_folder: Path) -> None:
+    """A thousand wrong keys reach no engine, no tenant's books and no other address."""
+    registry = TenantRegistry(TenantStore(None), pepper=bytes(32), declared=declared_keys([PLAIN]))
+    engine = FakeEngineClient()
+    async with live_server(tiny_folder, engine, server=ServerConfig(port=0), tenants=registry) as live:
+        statuses: list[int] = []
+
+        async def attack(number: int) -> None:
+            for guess in range(50):
+                statuses.append(await guarded(live, f"{number}-{guess}", "127.0.0.66"))
+
+        await asyncio.gather(*(attack(number) for number in range(20)))
+        assert statuses.count(401) <= WRONG_KEYS_PER_MINUTE + 5  # and what drains meanwhile
+        assert statuses.count(401) + statuses.count(429) == 1000
+        live.address = "127.0.0.1"
+        assert (
+            await live.post("/v1/chat/completions", {"messages": HI}, Authorization=f"Bearer {PLAIN}")
+        ).status == 200
+        assert len(engine.submissions) == 1
+        assert not registry.ledger.totals().get("default") or not registry.ledger.totals()["default"].requests_rejected
+
+
+def test_logins_of_one_key_end_no_session_of_another() -> None:
+    """Sessions are bounded by key: the oldest of the same key goes."""
+    auth = Authenticator(open_registry(api_keys=("one", "two")))
+    here = {"type": "http", "method": "GET", "headers": []}
+
+    def visit(token: str) -> None:
+        cookie = f"chatserve_session={token}".encode()
+        auth.authenticate({"type": "http", "method": "GET", "headers": [(b"cookie", cookie)]})
+
+    mine = auth.log_in("one", here)
+    first, *_, last = [auth.log_in("two", here) for _ in range(MAX_SESSIONS_PER_KEY + 1)]
+    visit(mine)
+    visit(last)
+    with pytest.raises(AuthenticationError):
+        visit(first)
