@@ -96,15 +96,37 @@ class Authenticator:
             AuthenticationError: the scope does not carry it.
             RateLimitError: too many wrong keys came from the caller's address.
         """
-        key = _bearer(scope)
-        now = time.monotonic()
-        if key is None or self._admin is None or not hmac.compare_digest(_digest(key), self._admin):
-            if key is not None:
-                self._guard.wrong(_address(scope), now)
+        if not self._is_admin(scope):
+            if _bearer(scope) is not None:
+                self._guard.wrong(_address(scope), time.monotonic())
             raise AuthenticationError(
                 "The admin key is needed here: send the header Authorization: Bearer <admin key>."
             )
-        self._guard.right(_address(scope), _ADMIN_ID, now)
+
+    def authenticate_operator(self, scope: ASGIScope) -> Principal:
+        """Check for whoever may see every tenant's numbers: the admin key, or a key of the default tenant.
+
+        Raises:
+            PermissionDeniedError: it is another tenant's.
+            AuthenticationError, RateLimitError: as `authenticate`.
+        """
+        if self._is_admin(scope):
+            return Principal()
+        principal = self.authenticate(scope)
+        if principal.tenant != DEFAULT_TENANT:
+            raise PermissionDeniedError(
+                "This shows every tenant's numbers: it opens to the operator's keys. Yours are at /v1/usage.",
+                code="operator_only",
+            )
+        return principal
+
+    def _is_admin(self, scope: ASGIScope) -> bool:
+        """Whether the admin key was shown; raises `RateLimitError` where that may be the result of guessing."""
+        key = _bearer(scope)
+        if key is None or self._admin is None or not hmac.compare_digest(_digest(key), self._admin):
+            return False
+        self._guard.right(_address(scope), _ADMIN_ID, time.monotonic())
+        return True
 
     def _recognise(self, key: str, scope: ASGIScope) -> ApiKey:
         """The record of a key. Whether it is right does not show in the time, nor to whoever tries too many."""

@@ -1,9 +1,9 @@
 """The server's outer wall, as pure ASGI: ids, Host and Origin, keys, CORS, errors, the request log.
 
 Everything is decided from ``scope["path"]`` and raw headers, never from a reconstructed URL. What is not on the
-short list of open paths needs a key, and under ``/admin/`` the admin key. WebSocket scopes get the Host and Origin
-check here and authenticate in `chatserve.server.websocket`, which can explain itself to a browser.
-`chatserve.server.app` installs it.
+short list of open paths needs a key, under ``/admin/`` the admin key, and the metrics one of the operator's. WebSocket
+scopes get the Host and Origin check here and authenticate in `chatserve.server.websocket`, which can explain itself to
+a browser. `chatserve.server.app` installs it.
 """
 
 from __future__ import annotations
@@ -34,6 +34,9 @@ OPEN_PATHS = frozenset({"/livez", "/readyz", "/health", "/ui/login", "/ui/logout
 """Answered without a key, beside the page's own files."""
 
 ADMIN_PREFIX = "/admin/"
+
+OPERATOR_PATHS = frozenset({"/metrics"})
+"""Their numbers are of all tenants together and of each: what one sends could be read off by another."""
 
 QUIET_PATHS = frozenset({"/livez", "/readyz", "/health", "/metrics"})
 """Asked every few seconds by machines: their log lines are debug."""
@@ -171,6 +174,8 @@ class EdgeMiddleware:
         if path.startswith(ADMIN_PREFIX):
             self._context.auth.authenticate_admin(scope)
             info.is_admin = True
+        elif path in OPERATOR_PATHS:
+            info.principal = self._context.auth.authenticate_operator(scope)
         elif path not in OPEN_PATHS and path not in self._files:
             info.principal = self._context.auth.authenticate(scope)
         return None

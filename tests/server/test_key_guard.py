@@ -34,15 +34,14 @@ PLAIN = "a-plain-key"
 
 def try_wrong(guard: KeyGuard, address: str | None, times: int, now: float = 0.0) -> int:
     """How many of so many wrong keys were looked at."""
-    looked_at = 0
+    waits: list[float] = []
     for _ in range(times):
         try:
             guard.wrong(address, now)
-            looked_at += 1
         except RateLimitError as error:
-            assert error.retry_after is not None
-            assert 0 < error.retry_after <= 60 / WRONG_KEYS_PER_MINUTE
-    return looked_at
+            waits.append(error.retry_after or 0.0)
+    assert all(0 < wait <= 60 / WRONG_KEYS_PER_MINUTE for wait in waits)
+    return times - len(waits)
 
 
 def test_guesses_are_bounded_by_address_however_fast_they_come() -> None:
@@ -102,7 +101,7 @@ async def guarded(live: LiveServer, key: str | None, address: str, path: str = "
     if reply.status == 429:
         assert reply.error["code"] == "too_many_wrong_keys"
         assert 1 <= int(reply.headers["retry-after"]) <= 60 / WRONG_KEYS_PER_MINUTE
-        assert 1 <= int(reply.headers["retry-after-ms"])
+        assert int(reply.headers["retry-after-ms"]) >= 1
     return reply.status
 
 

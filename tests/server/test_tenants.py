@@ -95,10 +95,11 @@ async def test_no_route_opens_to_the_wrong_key(house: House) -> None:
         path = route.path.replace("{name}", "acme").replace("{key_id}", "x")  # type: ignore[attr-defined]
         if path in OPEN_PATHS | files:
             continue
-        is_admin = path.startswith("/admin/")
+        # The other kind: a tenant's key opens nothing of the operator's, nor the admin key what is a tenant's.
+        other = house.keys["acme"] if path.startswith("/admin/") else None if path == "/metrics" else ADMIN
         for method in sorted(getattr(route, "methods", None) or {"GET"}):
             live.address = f"127.1.{walked // 250}.{walked % 250 + 1}"  # more wrong keys than one address may send
-            for key in [*bad, house.keys["acme"] if is_admin else ADMIN]:
+            for key in [*bad, other]:
                 headers = {} if key is None else {"Authorization": f"Bearer {key}"}
                 reply = await live.request(method, path, headers=headers)
                 assert reply.status == 401, (method, path, key)
@@ -127,6 +128,24 @@ async def test_admin_routes_do_not_exist_without_an_admin_key(tiny_folder: Path)
         assert (await open_server.get("/admin/tenants", Authorization=f"Bearer {ADMIN}")).json["data"] == []
         for path in ("//admin/tenants", "/admin//tenants", "/Admin/tenants", "/x/../admin/tenants", "/admin/tenants/"):
             assert (await open_server.get(path)).status in (400, 401, 404)
+
+
+async def test_metrics_are_the_operators(house: House, tiny_folder: Path) -> None:
+    """They tell what every tenant sends, token by token, so no tenant reads them; the admin key does, and a key of the
+    default tenant, which is the operator's own.
+    """
+    await house.chat("beta")
+    reply = await house.live.get("/metrics", Authorization=f"Bearer {house.keys['acme']}")
+    assert (reply.status, reply.error["code"]) == (403, "operator_only")
+    assert "beta" not in reply.body.decode()
+    assert 'tenant="beta"' in (await house.admin("GET", "/metrics")).body.decode()
+    registry = TenantRegistry(TenantStore(None), pepper=bytes(32), declared=declared_keys(["k"]))
+    await registry.create_tenant(Tenant(name="acme"))
+    key = (await registry.new_key("acme")).text
+    async with live_server(tiny_folder, FakeEngineClient(), tenants=registry) as live:
+        assert (await live.get("/metrics", Authorization="Bearer k")).status == 200
+        assert (await live.get("/metrics", Authorization=f"Bearer {key}")).status == 403
+        assert (await live.get("/metrics")).status == 401
 
 
 async def test_scopes_come_from_the_tenant_alone(house: House) -> None:
@@ -461,7 +480,7 @@ async def test_books_equal_what_clients_saw(house: House) -> None:
         assert all(row["tenant"] == tenant for row in own.json["data"])
         admin = await house.admin("GET", f"/admin/usage?tenant={tenant}")
         assert msgspec.convert(admin.json["total"], Usage) == seen
-        metrics = (await house.live.get("/metrics", Authorization=f"Bearer {house.keys[tenant]}")).body.decode()
+        metrics = (await house.admin("GET", "/metrics")).body.decode()
         for kind in ("prompt", "cached", "computed", "generated", "delivered"):
             line = f'chatserve:tenant_tokens_total{{kind="{kind}",tenant="{tenant}"}} {getattr(seen, f"{kind}_tokens")}'
             assert f"{line}.0" in metrics, line
@@ -621,7 +640,7 @@ async def test_no_secret_is_shown_or_logged(house: House, capsys: pytest.Capture
     bodies = [
         (await house.admin("GET", path)).body.decode() for path in ("/admin/tenants", "/admin/keys", "/admin/usage")
     ]
-    bodies.append((await house.live.get("/metrics", Authorization=f"Bearer {house.keys['beta']}")).body.decode())
+    bodies.append((await house.admin("GET", "/metrics")).body.decode())
     captured = capsys.readouterr()
     for text in (*bodies, captured.out, captured.err):
         assert canary not in text
