@@ -2,7 +2,7 @@
 Models*, OSDI 2024).
 
 A tenant's counter rises with the service it gets, divided by its weight; who has the lowest is served next. A
-tenant that returns after a pause is lifted to the lowest counter among the active, so that idling earns no credit.
+tenant that returns after a pause is lifted to just below the lowest counter among the active: idling earns no credit.
 Counters are a column by tenant index, because every step charges every row of the batch.
 """
 
@@ -78,11 +78,14 @@ class Tenants:
         self._inverse_weights[tenant] = 1.0 / weight
 
     def arrive(self, tenant: int) -> None:
-        """A request was accepted. The first of an idle tenant lifts its counter to the lowest of the active."""
+        """A request was accepted. The first of an idle tenant lifts its counter to just below the lowest active one.
+
+        Just below: whoever returns is served next, not after whoever happens to share the number.
+        """
         if not self.num_active[tenant]:
             active = [self.counters[i] for i, count in enumerate(self.num_active) if count]
             if active:
-                self.counters[tenant] = max(self.counters[tenant], min(active))
+                self.counters[tenant] = max(self.counters[tenant], min(active) - PROMPT_COST)
             self.num_present += 1
         self.num_active[tenant] += 1
 

@@ -20,6 +20,46 @@ def prefill_chunk(tokens_per_second: float) -> int:
     return max(64, min(2048, int(tokens_per_second * STALL_SECONDS)))
 
 
+EFFICIENT_PREFILL = 64
+"""Prompt tokens that one pass over the weights serves at nearly full speed; splitting beyond it costs little."""
+
+
+class PrefillBudget:
+    """How many prompt tokens a step may still run, and for whom.
+
+    A step in which a newcomer, a tenant with nothing running, completes its prompt is kept short: what those who are
+    being served already want to prefill waits for the next step, except for what `EFFICIENT_PREFILL` leaves. Their
+    work is put off, not lost, and the newcomer's first token does not wait for it.
+
+    Args:
+        tokens: for the whole step.
+        served: tenants with running sequences when the step began.
+    """
+
+    def __init__(self, tokens: int, served: frozenset[int] = frozenset()) -> None:
+        self._tokens = tokens
+        self._spent = 0
+        self._served = served
+        self._newcomer_done = False
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether nobody may run any more."""
+        return self._spent >= self._tokens
+
+    def left(self, tenant: int) -> int:
+        """Tokens that a sequence of ``tenant`` may run now."""
+        limit = self._tokens
+        if self._newcomer_done and tenant in self._served:
+            limit = min(limit, EFFICIENT_PREFILL)
+        return max(0, limit - self._spent)
+
+    def spend(self, tenant: int, size: int, *, completes: bool) -> None:
+        """A chunk of ``size`` was planned, to the end of the prompt or not."""
+        self._spent += size
+        self._newcomer_done |= completes and bool(self._served) and tenant not in self._served
+
+
 class Claims:
     """Which blocks are being computed in this very step, and for whom.
 

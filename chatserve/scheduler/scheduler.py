@@ -21,7 +21,7 @@ from chatserve.scheduler.batch import NEVER, Batch, Index, Int32s
 from chatserve.scheduler.fairness import Tenants
 from chatserve.scheduler.output import ModelRunnerOutput, SchedulerOutput, StepNews
 from chatserve.scheduler.plan import Plan, RowChanges
-from chatserve.scheduler.policy import Claims, pick_slot_victim, pick_unfair_victim, prefill_chunk
+from chatserve.scheduler.policy import Claims, PrefillBudget, pick_slot_victim, pick_unfair_victim, prefill_chunk
 from chatserve.scheduler.request import Request, Sequence, Status
 from chatserve.scheduler.request_book import Ending, RequestBook
 from chatserve.scheduler.waiting_room import WaitingRoom
@@ -143,20 +143,8 @@ class Scheduler:
         decodes = rows
         if num_chunked:
             decodes = index = rows[~chunked]
-        budget = self._config.max_num_batched_tokens - len(decodes)
-        if len(decodes) or self.tenants.num_present > 1:
-            # A tenant alone, with nothing to stall, may fill the step; else streams and newcomers wait for its end.
-            budget = min(budget, self._prefill_chunk)
-        if num_chunked:
-            # Whoever has been served less than those in the middle of their prefill goes before them.
-            running = batch.tenants[rows[chunked]]
-            if len(self.waiting):
-                budget = self._admit_waiting(budget, float(self.tenants.counters[running].min()))
-            for sequence in self._in_order(rows[chunked]):
-                if budget > 0:
-                    budget -= self._run_chunk(sequence, budget)
-        if len(self.waiting):
-            self._admit_waiting(budget)
+        if num_chunked or len(self.waiting):
+            self._prefill(rows[chunked], len(decodes))
         return plan.build(self.step, batch, decodes, index, self._changes, self.manager)
 
     def update(self, output: ModelRunnerOutput) -> StepNews:
@@ -358,8 +346,29 @@ class Scheduler:
 
     # ------------------------------------------------------------------ prefill
 
-    def _run_chunk(self, sequence: Sequence, budget: int) -> int:
-        """Schedule the next chunk of a running sequence; returns its tokens, 0 if it waits this step."""
+    def _prefill(self, chunked: Int32s, num_decodes: int) -> None:
+        """Chunks of the rows ``chunked`` and of waiting sequences, within the step's budget."""
+        batch, tokens, served = self.batch, self._config.max_num_batched_tokens - num_decodes, frozenset[int]()
+        several = self.tenants.num_present > 1
+        if num_decodes or several:
+            # A tenant alone, with nothing to stall, may fill the step; else streams and newcomers wait for its end.
+            tokens = min(tokens, self._prefill_chunk)
+        if several:
+            served = frozenset(batch.tenants[batch.index()].tolist())
+        budget = PrefillBudget(tokens, served)
+        if len(chunked):
+            if len(self.waiting):
+                # Whoever has been served less than those in the middle of their prefill goes before them.
+                self._admit_waiting(budget, float(self.tenants.counters[batch.tenants[chunked]].min()))
+            for sequence in self._in_order(chunked):
+                self._run_chunk(sequence, budget)
+        if len(self.waiting):
+            self._admit_waiting(budget)
+
+    def _run_chunk(self, sequence: Sequence, budget: PrefillBudget) -> None:
+        """Schedule the next chunk of a running sequence, unless it waits this step."""
+        if not budget.left(sequence.request.tenant):
+            return
         batch, row, table = self.batch, sequence.row, sequence.table
         assert table is not None
         tokens = sequence.tokens.tobytes()
@@ -371,8 +380,8 @@ class Scheduler:
         if table.num_published == computed // self.manager.block_size:
             parent = table.blocks[table.num_published - 1] if table.num_published else -1
             if self._is_claimed(sequence, parent, table.num_published, tokens):
-                return 0
-        return self._plan_chunk(sequence, computed, tokens, budget)
+                return
+        self._plan_chunk(sequence, computed, tokens, budget)
 
     def _is_claimed(self, sequence: Sequence, parent: int, index: int, tokens: bytes) -> bool:
         """Whether somebody whose result it may see computes its block ``index``, after ``parent``, in this step."""
@@ -390,16 +399,17 @@ class Scheduler:
             block = tokens[index * size : (index + 1) * size]
             self._claims.add(parent, block, sequence.request.scopes[-1])
 
-    def _plan_chunk(self, sequence: Sequence, computed: int, tokens: bytes, budget: int) -> int:
-        size = min(budget, len(sequence.tokens) - computed)
+    def _plan_chunk(self, sequence: Sequence, computed: int, tokens: bytes, budget: PrefillBudget) -> None:
+        tenant, missing = sequence.request.tenant, len(sequence.tokens) - computed
+        size = min(budget.left(tenant), missing)
+        budget.spend(tenant, size, completes=size == missing)
         self._plan.add_chunk(sequence.row, tokens[computed * 4 : (computed + size) * 4])
         self._claim(sequence, computed + size, tokens)
         self.counters.computed_tokens += size
         self.counters.computed_prompt_tokens += max(0, min(size, sequence.request.num_prompt - computed))
-        self.tenants.charge_computed(sequence.request.tenant, size)
-        if not sequence.request.forked and computed + size == len(sequence.tokens):
+        self.tenants.charge_computed(tenant, size)
+        if not sequence.request.forked and size == missing:
             self._fork(sequence)
-        return size
 
     def _fork(self, parent: Sequence) -> None:
         """The prompt is complete after this step: the further choices draw their first token from it too."""
@@ -420,31 +430,31 @@ class Scheduler:
 
     # ------------------------------------------------------------------ admission
 
-    def _admit_waiting(self, budget: int, below: float = math.inf) -> int:
+    def _admit_waiting(self, budget: PrefillBudget, below: float = math.inf) -> None:
         """Admit waiting sequences, each with the first chunk of its prefill, while rows, tokens and blocks last.
 
         Args:
             below: only of tenants whose counter is lower.
-
-        Returns:
-            The budget that is left.
         """
         batch, waiting, counters = self.batch, self.waiting, self.tenants.counters
         waiting.begin(self.step, self.manager.num_available, retry_all=not len(batch))
-        while budget > 0 and batch.num_free_rows:
-            if below < math.inf:
-                first = waiting.first(self.step)
-                if first is None or counters[first.request.tenant] >= below:
-                    break
+        while not budget.exhausted and batch.num_free_rows:
+            first = waiting.first(self.step)
+            if first is None or not budget.left(first.request.tenant):
+                break
+            if below < math.inf and counters[first.request.tenant] >= below:
+                break
             sequence = waiting.next()
             if sequence is None:
                 break
-            budget -= self._try_admit(sequence, budget)
+            if budget.left(sequence.request.tenant):
+                self._try_admit(sequence, budget)
+            else:
+                waiting.deferred(sequence)
         waiting.end()
-        return budget
 
-    def _try_admit(self, sequence: Sequence, budget: int) -> int:
-        """Admit a candidate and schedule its first chunk, or put it back; returns the tokens scheduled."""
+    def _try_admit(self, sequence: Sequence, budget: PrefillBudget) -> None:
+        """Admit a candidate and schedule its first chunk, or put it back."""
         request, manager = sequence.request, self.manager
         tokens = sequence.tokens.tobytes()
         match = manager.match(tokens, request.scopes, self.step)
@@ -452,12 +462,12 @@ class Scheduler:
         parent = match.blocks[-1] if match.blocks else -1
         if not match.host_blocks and self._is_claimed(sequence, parent, match.num_blocks, tokens):
             self.waiting.deferred(sequence)
-            return 0
+            return
         admission = manager.admit(match, request.scopes, len(sequence.tokens), request.max_total)
         if admission is None:
             missing = manager.blocks_missing(match, len(sequence.tokens), request.max_total)
             self.waiting.refused(sequence, manager.num_available + missing)
-            return 0
+            return
         self.waiting.admitted(sequence)
         sequence.table = admission.table
         if not request.started:
@@ -466,7 +476,7 @@ class Scheduler:
             self.counters.prefix_query_tokens += request.num_prompt
             self.counters.prefix_hit_tokens += admission.num_cached
         self._place(sequence, admission.num_cached)
-        return self._plan_chunk(sequence, admission.num_cached, tokens, budget)
+        self._plan_chunk(sequence, admission.num_cached, tokens, budget)
 
     def _place(self, sequence: Sequence, num_computed: int) -> None:
         table = sequence.table

@@ -124,7 +124,7 @@ class WaitingRoom:
         self._refused.sort(key=lambda s: self._queue.rank(s, self._step))
 
     def deferred(self, sequence: Sequence) -> None:
-        """The candidate waits for a block that is being computed in this very step."""
+        """The candidate waits for the next step: for a block that this one computes, or for its turn."""
         self._deferred.append(sequence)
 
     def end(self) -> None:

@@ -147,12 +147,32 @@ def test_floors_hold_and_never_wedge_the_pool() -> None:
 
 
 def test_the_lift_takes_the_lowest_of_the_active() -> None:
-    """An arriving tenant starts level with the one that is served next, never below."""
+    """An arriving tenant starts just before the one that is served next: it gains one token, however often it comes."""
     tenants = Tenants()
     a, b, c = (tenants.index(name) for name in "abc")
     for each in (a, b):
         tenants.arrive(each)
     tenants.charge_computed(a, 100)
     tenants.charge_generated(np.array([b, b], np.int32))
-    tenants.arrive(c)
-    assert tenants.counters[c] == tenants.counters[b] == 2 * OUTPUT_COST
+    for _ in range(3):
+        tenants.arrive(c)
+        assert tenants.counters[c] == tenants.counters[b] - PROMPT_COST == 2 * OUTPUT_COST - PROMPT_COST
+        tenants.leave(c)
+
+
+def test_a_newcomers_first_token_does_not_wait_for_the_prefill_of_those_served() -> None:
+    """Whoever has nothing running completes its prompt in one step, in which a flood adds no more than is cheap."""
+    engine = Harness(num_blocks=800, max_num_seqs=16, max_num_batched_tokens=512, prefill_chunk=300)
+    flood(engine, "a", 40, prompt=200, output=40)
+    for _ in range(4):
+        engine.step()
+    newcomer = engine.submit(numbers(5, 100), 4, scopes=(Scope("tenant", "b"),), tenant="b")
+    before = engine.core.stats().computed_tokens
+    engine.step()
+    assert len(newcomer.tokens[0]) == 1
+    # Its 100 tokens, a decode for each of the flood's rows, and nothing else: 100 is more than is cheap already.
+    assert engine.core.stats().computed_tokens - before <= 100 + 16
+    before = engine.core.stats().computed_tokens
+    engine.step()
+    assert engine.core.stats().computed_tokens - before > 200
+    engine.run(newcomer)
