@@ -30,7 +30,10 @@ def check_tree(tree: RadixTree) -> None:
     host_seen: dict[int, Node] = {}
     usage: Counter[int] = Counter()
     host_usage: Counter[int] = Counter()
+    of_scope: Counter[int] = Counter()
     for node in tree.nodes():
+        of_scope[node.scope] += node is not tree.root
+        require(node is tree.root or node in tree.nodes_of(node.scope), "a node is missing among its scope's")
         partial = len(node.tokens) < size and node is not tree.root
         require(node.length == -(-len(node.tokens) // size), "run and blocks differ in length")
         require(partial or len(node.tokens) % size == 0, "a whole-block run ends inside a block")
@@ -51,6 +54,7 @@ def check_tree(tree: RadixTree) -> None:
             host_seen[block] = node
         usage[tree.owner(node)] += len(node.blocks)
         host_usage[tree.owner(node)] += len(node.host_blocks)
+    require(all(len(list(tree.nodes_of(scope))) == n for scope, n in of_scope.items()), "a scope has a node too many")
     for pool, found, node_of in (
         (tree.pool, seen, tree.node_of),
         (tree.host_pool, host_seen, tree.host_node_of),

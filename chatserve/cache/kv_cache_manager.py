@@ -394,6 +394,14 @@ class KVCacheManager:
         self._host_clears.update(block for block in host_blocks if not self.host_pool.refs[block])
         return len(blocks), len(host_blocks)
 
+    def forget_scope(self, scope: int) -> bool:
+        """Drop what is kept about a scope that no sequence uses any more, if nothing of it is cached either."""
+        if self.tree.nodes_of(scope):
+            return False
+        self._epochs.pop(scope, None)
+        self.tree.owner_of_scope.pop(scope, None)
+        return True
+
     def pin(self, tokens: bytes, scopes: tuple[int, ...], now: int) -> BlockTable | None:
         """Hold all blocks of a cached prefix, the partial last one too; ``None`` if it is not all on the device."""
         match = self.tree.match(tokens, scopes, now)

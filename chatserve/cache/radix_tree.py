@@ -12,7 +12,7 @@ tree leads only `node_of`, which splits keep true. What is given up when a tier 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from chatserve.cache.block_pool import BlockPool
@@ -48,6 +48,7 @@ class RadixTree:
         self.device_order: EvictionOrder
         self.host_order: EvictionOrder
         self._hash = hash_block
+        self._of_scope: dict[int, dict[Node, None]] = {}  # in the order they were linked, so that replays agree
 
     # ------------------------------------------------------------------ lookup
 
@@ -305,11 +306,16 @@ class RadixTree:
         assert node.parent is not None
         first = bytes(node.tokens[: self.block_bytes])
         node.parent.link(node, first, self._hash(first) if len(first) == self.block_bytes else None)
+        self._of_scope.setdefault(node.scope, {})[node] = None
 
     def _unlink(self, node: Node) -> None:
         assert node.parent is not None
         first = bytes(node.tokens[: self.block_bytes])
         node.parent.unlink(node, first, self._hash(first) if len(first) == self.block_bytes else None)
+        nodes = self._of_scope[node.scope]
+        del nodes[node]
+        if not nodes:
+            del self._of_scope[node.scope]
 
     # ------------------------------------------------------------------ between tiers
 
@@ -437,18 +443,22 @@ class RadixTree:
             self.cut(node, node.blocks.index(block))
 
     def drop_scope(self, scope: int) -> tuple[list[int], list[int]]:
-        """Forget every run of ``scope``. Narrower scopes that hang below go with it.
+        """Forget every run of ``scope``. Narrower scopes that hang below go with it. Costs nothing of others' runs.
 
         Returns:
             The device and host blocks that left the tree.
         """
-        tops = [n for n in self.nodes() if n.scope == scope and n.parent and n.parent.scope != scope]
+        tops = [node for node in self.nodes_of(scope) if node.parent is not None and node.parent.scope != scope]
         gone = [below for top in tops for below in self._nodes_below(top)]
         blocks = [block for node in gone for block in node.blocks]
         host_blocks = [block for node in gone for block in node.host_blocks]
         for node in tops:
             self.cut(node, 0)
         return blocks, host_blocks
+
+    def nodes_of(self, scope: int) -> Iterable[Node]:
+        """Every node of ``scope``."""
+        return self._of_scope.get(scope, {}).keys()
 
     def nodes(self) -> Iterator[Node]:
         """Every node, children before parents."""

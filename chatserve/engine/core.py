@@ -8,7 +8,7 @@ one `StepFrame`. `engine.process` drives it in production, tests and benchmarks 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import msgspec
 import numpy as np
@@ -31,6 +31,7 @@ from chatserve.engine.protocol import (
     StepFrame,
 )
 from chatserve.engine.publications import Publications
+from chatserve.engine.scope_ids import ScopeIds
 from chatserve.engine.tenant_report import TenantReport
 from chatserve.errors import ChatserveError
 from chatserve.scheduler.fairness import OPERATOR
@@ -70,7 +71,7 @@ class EngineCore:
             prefill_tokens_per_second=info.prefill_tokens_per_second,
         )
         self._executor = executor
-        self._scope_ids: dict[Scope, int] = {}
+        self.scopes = ScopeIds(self.manager, self._owner_of, self._scopes_in_use)
         self.publications = Publications(self.scheduler, self.manager)
         self.replies: list[Reply] = []
         self.tenant_report = TenantReport(self.scheduler.tenants, self.manager.tree)
@@ -90,7 +91,7 @@ class EngineCore:
             message.request_id,
             message.prompt,
             message.sampling,
-            tuple(self._intern(scope) for scope in message.scopes),
+            self.scopes.numbers(message.scopes),
             tenant=self.scheduler.tenants.index(message.tenant),
             priority=message.priority,
             priority_class=message.priority_class,
@@ -103,15 +104,13 @@ class EngineCore:
                 for choice in range(message.sampling.n)
             )
 
-    def _intern(self, scope: Scope) -> int:
-        """The scope's number. Its blocks are charged to its tenant, or to the operator if several may see it."""
-        known = self._scope_ids.get(scope)
-        if known is not None:
-            return known
-        number = self._scope_ids[scope] = len(self._scope_ids)
-        owner = self.scheduler.tenants.index(scope.owner) if scope.kind == "tenant" else OPERATOR
-        self.manager.tree.owner_of_scope[number] = owner
-        return number
+    def _owner_of(self, scope: Scope) -> int:
+        """Whom a scope's blocks are charged to: its tenant, or the operator if several may see it."""
+        return self.scheduler.tenants.index(scope.owner) if scope.kind == "tenant" else OPERATOR
+
+    def _scopes_in_use(self) -> Iterator[int]:
+        for request in self.scheduler.requests:
+            yield from request.scopes
 
     def set_tenant(self, message: SetTenant) -> None:
         """Weight and shares of a tenant, from now on."""
@@ -121,24 +120,20 @@ class EngineCore:
 
     def publish(self, message: Publish) -> None:
         """Compute and pin a prefix, or withdraw one; the reply comes with a later step."""
-        scopes = tuple(self._intern(scope) for scope in message.scopes)
+        scopes = self.scopes.numbers(message.scopes)
         reply = self.publications.begin(message, scopes)
         if reply is not None:
             self.replies.append(reply)
 
     def purge(self, message: Purge) -> None:
         """Forget a tenant's cache, between two steps; the next one zeroes the memory."""
-        counts = [
-            self.manager.purge(number)
-            for scope, number in self._scope_ids.items()
-            if scope.kind == "tenant" and scope.owner == message.tenant
-        ]
+        counts = [self.manager.purge(number) for number in self.scopes.of_tenant(message.tenant)]
         device, host = (sum(count[tier] for count in counts) for tier in (0, 1))
         self.replies.append(PurgeReply(message.call_id, device, host))
 
     def explain(self, message: Explain) -> None:
         """Say what a prompt would find. Scopes nobody has used are empty, and are not interned for it."""
-        known = tuple(self._scope_ids[scope] for scope in message.scopes if scope in self._scope_ids)
+        known = self.scopes.known(message.scopes)
         device, host, miss, steps_ago = explain_match(self.manager, message.prompt, known, self.scheduler.step)
         self.replies.append(ExplainReply(message.call_id, len(message.prompt) // 4, device, host, miss, steps_ago))
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TypeVar
 
 import numpy as np
 
+from chatserve.cache.node import Node
 from chatserve.engine.protocol import Explain, ExplainReply, Publish, PublishReply, Purge, PurgeReply
+from chatserve.engine.scope_ids import SALTED_KEPT
+from chatserve.scheduler.invariants import check_scheduler
 from chatserve.scope import Scope
 from tests.harness import Harness, numbers
 
@@ -119,7 +123,7 @@ def test_purge_forgets_and_zeroes_one_tenant_on_both_tiers() -> None:
     prompt = numbers(0, 30)
     engine.ask(prompt, 3, scopes=mine)
     engine.ask(prompt, 3, scopes=theirs)
-    owner = engine.core._scope_ids[mine[0]]
+    [owner] = engine.core.scopes.known(mine)
     assert (engine.executor.host_owner == owner).any()
     engine.core.purge(Purge(3, "one"))
     gone = reply(engine, PurgeReply)
@@ -144,8 +148,75 @@ def test_what_runs_during_a_purge_leaves_nothing_behind() -> None:
     engine.expect(stream)
     while engine.core.has_work:
         engine.step()
-    assert not (engine.executor.owner == engine.core._scope_ids[mine[0]]).any()
+    assert not (engine.executor.owner == engine.core.scopes.known(mine)[0]).any()
     assert engine.ask(numbers(0, 30), 3, scopes=mine).cached == 0
+
+
+def salted(tenant: str, salt: object) -> tuple[Scope, ...]:
+    return (PUBLIC, Scope("tenant", tenant, salt=str(salt)))
+
+
+def test_a_salt_for_every_request_costs_bounded_memory() -> None:
+    """Clients choose salts; scopes that nothing is cached in and nobody uses are forgotten, the others are not."""
+    engine = Harness(num_blocks=24, num_host_blocks=8)
+    for salt in range(6 * SALTED_KEPT):
+        engine.submit([5, salt % 999, salt // 999], 1, scopes=salted("one", salt), tenant="one")
+        if salt % 16 == 15:
+            # Straight through: checking every invariant after every one of so many steps would take minutes.
+            while len(engine.core.scheduler.waiting) > 4:
+                engine.core.step()
+            assert len(engine.core.scopes) <= 2 * SALTED_KEPT + 3
+    while engine.core.has_work:
+        engine.core.step()
+    check_scheduler(engine.core.scheduler)
+    assert len(engine.manager.tree.owner_of_scope) == len(engine.core.scopes)
+    for salt in (6 * SALTED_KEPT - 1, 0, 6 * SALTED_KEPT - 1):
+        stream = engine.ask([5, salt % 999, salt // 999, 8], 2, scopes=salted("one", salt), tenant="one")
+        assert bool(stream.cached) == (salt > 0)
+
+
+def test_a_purge_reaches_every_salt_and_running_sequences_too() -> None:
+    """One that is running while its scope is purged, or while others are forgotten, leaves nothing behind."""
+    engine = Harness(num_blocks=200, max_num_seqs=4)
+    running = engine.submit(numbers(0, 30), 60, scopes=salted("one", "x"), tenant="one")
+    for _ in range(4):
+        engine.step()
+    for salt in range(SALTED_KEPT + 2):
+        engine.core.scopes.numbers(salted("one", salt))
+    engine.ask(numbers(300, 20), 2, scopes=salted("one", 3), tenant="one")
+    engine.core.purge(Purge(3, "one"))
+    assert reply(engine, PurgeReply).device_blocks > 0
+    engine.run(running)
+    engine.expect(running)
+    assert engine.ask(numbers(0, 30), 2, scopes=salted("one", "x"), tenant="one").cached == 0
+    assert engine.ask(numbers(300, 20), 2, scopes=salted("one", 3), tenant="one").cached == 0
+
+
+def test_a_purge_costs_nothing_of_what_others_have_cached() -> None:
+    """However often a tenant asks for it: the tree is not walked, neither for its scopes nor for its salts."""
+    engine = Harness(num_blocks=400)
+    for i in range(20):
+        engine.ask(numbers(i * 30, 25), 1, scopes=salted("other", i))
+    for i in range(8):
+        engine.ask(numbers(i * 30, 25), 1, scopes=salted("one", i))
+    tree = engine.manager.tree
+    looked_at = 0
+    below = tree._nodes_below
+
+    def count(node: Node) -> Iterator[Node]:
+        nonlocal looked_at
+        found = list(below(node))
+        looked_at += len(found)
+        return iter(found)
+
+    tree._nodes_below = count  # type: ignore[method-assign]
+    engine.core.purge(Purge(3, "one"))
+    own, looked_at = looked_at, 0
+    engine.core.purge(Purge(4, "one"))
+    tree._nodes_below = below  # type: ignore[method-assign]
+    assert 0 < own <= 8 * 2 * 3  # a run and its tail, once to count their blocks and once to cut them
+    assert looked_at == 0
+    assert engine.ask(numbers(0, 25), 1, scopes=salted("other", 0)).cached == 24
 
 
 def test_explanations() -> None:
