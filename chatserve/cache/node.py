@@ -101,12 +101,12 @@ class Node:
             return []
         keys, nodes = entry
         found = []
-        at = bisect_left(keys, first) - 1
-        while at >= 0 and keys[at][:TOKEN_BYTES] == first[:TOKEN_BYTES]:
-            # Whole blocks among them cannot be a proper prefix of one.
-            if first.startswith(keys[at]):
+        # One bisection per possible length: siblings may be many, and all begin with the same token.
+        for length in range(TOKEN_BYTES, len(first), TOKEN_BYTES):
+            prefix = first[:length]
+            at = bisect_left(keys, prefix)
+            if at < len(keys) and keys[at] == prefix:
                 found.append(nodes[at])
-            at -= 1
         return found
 
     def iter_children(self) -> Iterator[Node]:

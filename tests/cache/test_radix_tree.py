@@ -229,3 +229,38 @@ def test_eviction_does_not_walk_the_tree() -> None:
         return calls
 
     assert pops(20_000) == pops(200)
+
+
+def test_publishing_beside_many_siblings_looks_at_few_of_them() -> None:
+    """A tenant with 5,000 prompts that begin alike slows nobody's steps down: a few bisections, never a walk."""
+    shelf = Shelf(5002)
+    tree, pool = shelf.tree, shelf.pool
+    for i in range(5000):
+        [block] = pool.allocate(1)
+        tree.publish(ME, [], ids(7, i, i, i), [block], i + 1)
+        pool.release([block])
+        tree.note_idle(block)
+    for partial in ((7, 6001), (7, 6001, 6002)):
+        [block] = pool.allocate(1)
+        tree.publish_tail(ME, [], ids(*partial), block, 6000)
+        pool.release([block])
+        tree.note_idle(block)
+    check_tree(tree)
+    looked_at = 0
+
+    class Counting(list[bytes]):
+        def __getitem__(self, index: object) -> object:  # type: ignore[override]
+            nonlocal looked_at
+            looked_at += 1
+            return super().__getitem__(index)  # type: ignore[index]
+
+    keys, nodes = tree.root.ordered[ME[0]]
+    assert sum(len(key) < SIZE * 4 for key in keys) == 1  # a longer partial block replaces what it covers
+    tree.root.ordered[ME[0]] = (Counting(keys), nodes)
+    [block] = pool.allocate(1)
+    tree.publish(ME, [], ids(7, 6001, 6002, 6003), [block], 7000)
+    assert 0 < looked_at < 200
+    keys, _ = tree.root.ordered[ME[0]]
+    assert all(len(key) == SIZE * 4 for key in keys)
+    tree.root.ordered[ME[0]] = (list(keys), nodes)
+    check_tree(tree)
