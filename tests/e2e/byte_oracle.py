@@ -14,13 +14,23 @@ from chatserve.sampling_params import SamplingParams
 from tests.oracle import EOS, OracleExecutor, chain, next_token, oracle_info
 
 NUM_BYTES = 256
+KV_BYTES = 12
+"""Per token, as `oracle_info` says."""
+
 FACTORY = "tests.e2e.byte_oracle:create_executor"
 
 
 def create_executor(config: EngineConfig) -> tuple[OracleExecutor, EngineInfo]:
-    """Executor factory."""
-    info = oracle_info(config)
-    return OracleExecutor(info.num_blocks, info.block_size, vocab_size=NUM_BYTES), info
+    """Executor factory; ``swap_space_gib`` sizes the host tier, as with real models."""
+    num_host_blocks = int(config.cache.swap_space_gib * 2**30) // (KV_BYTES * config.cache.block_size)
+    info = oracle_info(config, num_host_blocks=num_host_blocks)
+    executor = OracleExecutor(info.num_blocks, info.block_size, num_host_blocks=num_host_blocks, vocab_size=NUM_BYTES)
+    return executor, info
+
+
+def swap_space(num_host_blocks: int, block_size: int) -> float:
+    """``swap_space_gib`` for so many host blocks."""
+    return (num_host_blocks + 0.5) * KV_BYTES * block_size / 2**30
 
 
 def expected_tokens(prompt: list[int], sampling: SamplingParams) -> list[int]:
