@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import random
-
 import pytest
 
 from chatserve.scope import Scope
@@ -101,34 +99,6 @@ def test_a_tenant_hits_its_own_swapped_prefix_and_nobody_elses() -> None:
     assert engine.ask(prompt, 3, scopes=THEIRS).cached == 0
     assert engine.ask(prompt, 3, scopes=MINE).cached == 32
     assert engine.core.stats().promotions > 0
-
-
-def test_aborts_at_random_points_leave_both_tiers_whole() -> None:
-    """Two thousand aborts of queued, matched, prefilling, decoding, forked and swapped requests (sglang#18701)."""
-    rng = random.Random(9)
-    engine = Harness(num_blocks=24, num_host_blocks=20, max_num_seqs=6, max_num_batched_tokens=24)
-    aborted = 0
-    alive: list[int] = []
-    while aborted < 2000:
-        while len(alive) < 12:
-            engine.submit(numbers(rng.randint(0, 700), rng.randint(1, 40)), rng.randint(1, 20), n=rng.choice((1, 1, 3)))
-            alive.append(len(engine.streams))
-        victim = rng.choice(alive)
-        if rng.random() < 0.3:
-            engine.preempt(engine.streams[victim])
-        if rng.random() < 0.6:
-            engine.core.step()
-        else:
-            engine.abort(engine.streams[victim])
-            alive.remove(victim)
-            aborted += 1
-    for request_id in alive:
-        engine.abort(engine.streams[request_id])
-    while engine.core.has_work:
-        engine.core.step()
-    assert engine.pool.num_held == 0
-    assert engine.manager.host_pool.num_held == 0
-    assert not len(engine.core.scheduler.waiting)
 
 
 def test_idle_conversations_survive_on_the_host() -> None:
