@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -144,6 +145,8 @@ async def read_ws(port: int, pid: int, streams: int, seconds: float, rounds: int
 
 
 def main() -> None:
+    # Readers are on other machines in real life: here they must not interrupt the server's writing as they wake up.
+    os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     port, pid, transport, streams, seconds, rounds = sys.argv[1:7]
     read = read_sse if transport == "sse" else read_ws
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from chatserve.config import Config, EngineConfig, ModelConfig, SchedulerConfig, ServerConfig, TenancyConfig
-from chatserve.engine.client import Delta, EngineStream
+from chatserve.engine.client import Delta, EngineStream, _Mailbox
 from chatserve.engine.protocol import (
     EngineInfo,
     EngineState,
@@ -143,21 +143,13 @@ class FakeStream(EngineStream):
         self.request_id = submission.request_id
         self.submission = submission
         self._fake = client
-        self._events: list[Started | Delta | Finished] = []
-        self._arrived = asyncio.Event()
-        self.open = set(range(submission.sampling.n))
+        self._mailbox = _Mailbox(submission.sampling.n, on_start)  # delivery is the real client's
+        self.open = self._mailbox.open_choices
         self.running = False
 
     @property
     def started(self) -> bool:
         return self.running or not self.open
-
-    async def next(self) -> list[Started | Delta | Finished]:
-        if self.open or self._events:
-            await self._arrived.wait()
-        self._arrived.clear()
-        events, self._events = self._events, []
-        return events
 
     def abort(self) -> None:
         self._fake.abort(self)
@@ -166,9 +158,8 @@ class FakeStream(EngineStream):
         pass
 
     def put(self, events: Iterable[Started | Delta | Finished]) -> None:
-        self._events.extend(events)
-        if self._events or not self.open:  # a step without news wakes nobody, as in the real client
-            self._arrived.set()
+        self._mailbox.events.extend(events)
+        self._mailbox.deliver()
 
 
 class FakeEngineClient:
@@ -348,8 +339,10 @@ class FakeEngineClient:
             for choice in sorted(stream.open):
                 events += self._step(stream, choice, scripts[choice], position, limit)
             position += 1
-            stream.put(events)
-        self._end(stream, [])
+            if stream.open:
+                stream.put(events)
+            else:
+                self._end(stream, events)
 
     def _step(
         self, stream: FakeStream, choice: int, script: Script, position: int, limit: int

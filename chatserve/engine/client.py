@@ -1,6 +1,6 @@
 """The API process's view of the engine: submit a prompt, read a stream of events, know whether it is alive.
 
-Turns step frames into per-request streams (one wake-up per stream and frame) and guarantees that every stream
+Turns step frames into per-request streams (one delivery per stream and frame) and guarantees that every stream
 ends: by the engine's own terminal events, by an abort, or by the engine's death. Knows tokens, not text. Keeping a
 process alive is `engine.supervisor`'s part. Everything here runs on one event loop.
 """
@@ -66,7 +66,7 @@ ReplyT = TypeVar("ReplyT", EngineState, PublishReply, PurgeReply, ExplainReply)
 class _Mailbox:
     """What the client keeps of a request; the caller holds the `EngineStream`, so that dropping it is seen."""
 
-    __slots__ = ("events", "on_start", "open_choices", "started", "waiter")
+    __slots__ = ("events", "on_start", "open_choices", "started", "take", "waiter")
 
     def __init__(self, n: int, on_start: Callable[[], None] | None) -> None:
         self.on_start = on_start
@@ -74,13 +74,19 @@ class _Mailbox:
         self.open_choices = set(range(n))
         self.started = False
         self.waiter: asyncio.Future[None] | None = None
+        self.take: Callable[[list[Event]], bool] | None = None
 
-    def put(self, event: Event) -> None:
-        self.events.append(event)
-        if self.waiter is not None:
-            if not self.waiter.done():
-                self.waiter.set_result(None)
-            self.waiter = None
+    def deliver(self) -> None:
+        """All events of a frame are in: give them to a reader that waits; without one they stay."""
+        waiter = self.waiter
+        if not self.events or waiter is None or waiter.done():
+            return
+        if self.take is not None:
+            events, self.events = self.events, []
+            if self.take(events):
+                return
+        if not waiter.done():
+            waiter.set_result(None)
 
 
 class EngineStream:
@@ -99,17 +105,25 @@ class EngineStream:
         """Whether it waits no longer: the engine has admitted it, or it is over."""
         return self._mailbox.started
 
-    async def next(self) -> list[Event]:
+    async def next(self, take: Callable[[list[Event]], bool] | None = None) -> list[Event]:
         """All pending events in order, after waiting for the first; ``[]`` when every choice has finished.
 
         Never raises for an engine that fails: its death is a `Finished` with reason ``error`` per open choice.
+
+        Args:
+            take: while this waits, it is given each frame's events in place of the reader, on the loop and without a
+                task switch; it returns whether to wait on. If not, this returns what has come since, maybe nothing.
+                It must neither block nor raise.
         """
         mailbox = self._mailbox
         if not mailbox.events and mailbox.open_choices:
-            if mailbox.waiter is not None and not mailbox.waiter.done():
+            if mailbox.waiter is not None:
                 raise RuntimeError("an EngineStream has one reader at a time")
-            mailbox.waiter = asyncio.get_running_loop().create_future()
-            await mailbox.waiter
+            mailbox.waiter, mailbox.take = asyncio.get_running_loop().create_future(), take
+            try:
+                await mailbox.waiter
+            finally:
+                mailbox.waiter = mailbox.take = None
         events, mailbox.events = mailbox.events, []
         return events
 
@@ -321,26 +335,32 @@ class EngineClient:
             if frame.tenants:
                 _tell(self._tenant_callbacks, frame.tenants)
         mailboxes = self._mailboxes
+        touched: list[_Mailbox] = []  # more than once where a request has several pieces of news, which does no harm
         for started in frame.started:
             if (mailbox := mailboxes.get(started.request_id)) is not None:
                 self._mark_started(mailbox)
                 if mailbox.on_start is not None:
                     mailbox.on_start()
-                mailbox.put(started)
+                mailbox.events.append(started)
+                touched.append(mailbox)
         ids = memoryview(frame.request_ids).cast("q")
         choices = memoryview(frame.choices).cast("i")
         tokens = memoryview(frame.tokens).cast("i")
         logprobs = frame.logprobs or (None,) * len(tokens)
         for request_id, choice, token, logprob in zip(ids, choices, tokens, logprobs, strict=True):
             if (mailbox := mailboxes.get(request_id)) is not None:
-                mailbox.put(Delta(choice, token, logprob))
+                mailbox.events.append(Delta(choice, token, logprob))
+                touched.append(mailbox)
         for finished in frame.finished:
             if (mailbox := mailboxes.get(finished.request_id)) is not None and finished.choice in mailbox.open_choices:
                 mailbox.open_choices.remove(finished.choice)
                 if not mailbox.open_choices:
                     del mailboxes[finished.request_id]
                     self._mark_started(mailbox)
-                mailbox.put(finished)
+                mailbox.events.append(finished)
+                touched.append(mailbox)
+        for mailbox in touched:
+            mailbox.deliver()
 
     def handle_reply(self, reply: Reply) -> None:
         answer = self._calls.get(reply.call_id)
@@ -372,8 +392,9 @@ class EngineClient:
         self._mark_started(mailbox)
         code, message = (error.code, error.message) if error is not None else (None, None)
         for choice in sorted(mailbox.open_choices):
-            mailbox.put(Finished(request_id, choice, reason, error_code=code, error_message=message))
+            mailbox.events.append(Finished(request_id, choice, reason, error_code=code, error_message=message))
         mailbox.open_choices.clear()
+        mailbox.deliver()
 
     def _mark_started(self, mailbox: _Mailbox) -> None:
         """It waits no longer, because it was admitted or because it is over."""

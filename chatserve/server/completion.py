@@ -86,7 +86,19 @@ def stream(
     """A streamed response over started generations; choice ``c`` of generation ``g`` is number ``g * n + c``."""
     num_choices = generations[0].request.sampling.n
 
+    def deliver_to(writer: EventWriter, first: int, generation: Generation) -> None:
+        def deliver(events: list[Event]) -> bool:
+            if not writer.ready:
+                return False
+            if frames := _frames(encoder, first, generation, events):
+                writer.write_now(frames)
+            return True
+
+        generation.deliver_to(deliver)
+
     async def produce(writer: EventWriter) -> None:
+        for position, generation in enumerate(generations):
+            deliver_to(writer, position * num_choices, generation)
         try:
             async with aclosing(_merge(generations)) as merged:
                 async for position, events in merged:
@@ -115,6 +127,8 @@ def stream(
 
 def _frames(encoder: ChunkEncoder, first: int, generation: Generation, events: Sequence[Event]) -> bytes:
     """Events of one generation whose choice 0 is number ``first`` of the response."""
+    if len(events) == 1 and type(item := events[0]) is TextDelta:  # nearly always
+        return encoder.delta(first + item.choice, item, generation.usage)
     frames: list[bytes] = []
     for item in events:
         if isinstance(item, TextDelta):

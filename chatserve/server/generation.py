@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -114,6 +114,9 @@ class Generation:
         self._stream = stream
         self._output = output
         self._failure: ChatserveError | None = None
+        self._fault: Exception | None = None
+        self._pending: list[Event] = []
+        self._deliver: Callable[[list[Event]], bool] | None = None
         self._closed = False
         self._consumer: asyncio.Task[object] | None = None
         self._queue_deadline: asyncio.TimerHandle | None = None
@@ -136,18 +139,33 @@ class Generation:
                 `DrainingError` …).
         """
         while True:
+            if self._pending:
+                events, self._pending = self._pending, []
+                return events
+            if self._fault is not None:
+                raise self._fault
             if self._failure is not None:
                 raise self._failure
             if self._closed:
                 return []
             news = await self._wait()
-            if not news:  # the engine has ended it without saying how
+            if news:
+                self._pending += self._process(news)
+            elif not (self._closed or self._pending or self._fault):  # the engine has ended it without saying how
                 self.fail(GenerationFailedError("The engine lost this request. Send it again."))
-            elif events := self._process(news):
-                return events
+
+    def deliver_to(self, deliver: Callable[[list[Event]], bool]) -> None:
+        """Give events to ``deliver`` the moment they come, so that most of them need no task switch.
+
+        It is called on the loop, only while the consumer waits in `next`, and must not block; it returns whether it
+        took them. What it does not take, and whatever ends the generation, is for `next`, in order; so is an exception
+        of its own.
+        """
+        self._deliver = deliver
 
     def cancel(self) -> None:
         """End it now, in the engine too. Idempotent; a waiting `next` returns an empty list."""
+        self._pending = []
         if not self._closed:
             self._close("abort")
 
@@ -168,7 +186,7 @@ class Generation:
     async def _wait(self) -> Sequence[Started | Delta | Finished]:
         task = self._consumer = asyncio.current_task()
         try:
-            return await self._stream.next()
+            return await self._stream.next(None if self._deliver is None else self._take)
         except asyncio.CancelledError:
             # `_close` wakes the consumer by cancelling it, as `asyncio.timeout` does; any other cancellation
             # is the consumer's own.
@@ -177,6 +195,17 @@ class Generation:
             return ()
         finally:
             self._consumer = None
+
+    def _take(self, news: list[Started | Delta | Finished]) -> bool:
+        """Process and deliver in place of the waiting consumer; false wakes it, because there is something for it."""
+        try:
+            events = self._process(news)
+            if not self._closed and (not events or (self._deliver is not None and self._deliver(events))):
+                return True
+            self._pending += events
+        except Exception as error:
+            self._fault = error
+        return False
 
     def _process(self, events: Sequence[Started | Delta | Finished]) -> list[Event]:
         if self._closed:
@@ -221,6 +250,7 @@ class Generation:
 
     def _close(self, reason: str) -> None:
         self._closed = True
+        self._deliver = None
         self.timings.finished = time.monotonic()
         if self._queue_deadline is not None:
             self._queue_deadline.cancel()

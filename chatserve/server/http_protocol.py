@@ -1,8 +1,9 @@
 """uvicorn's HTTP/1.1 protocol with the guards it lacks: deadlines and limits for receiving a request.
 
 A client has ``receive_timeout`` seconds for headers and body together, may send a bounded head, and gets exactly
-one answer per request even when what follows is garbage. Also leaves the transport in the ASGI scope, so that a
-stream can drop a reader that does not read. Knows bytes, no routes; `chatserve.server.run` installs it.
+one answer per request even when what follows is garbage. Also leaves two things in the ASGI scope: the transport, so
+that a stream can drop a reader that does not read, and a short way to the response's body. Knows bytes, no routes;
+`chatserve.server.run` installs it.
 """
 
 from __future__ import annotations
@@ -12,11 +13,11 @@ import secrets
 from typing import Any, ClassVar
 
 from starlette.responses import Response
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from chatserve.errors import ChatserveError, InvalidRequestError, RequestTimeoutError
 from chatserve.server.errors import encode_error, status_of
-from chatserve.server.sse import TRANSPORT_KEY
+from chatserve.server.sse import BODY_KEY, TRANSPORT_KEY
 
 MAX_URL_BYTES = 16 * 1024
 MAX_HEAD_BYTES = 64 * 1024
@@ -30,6 +31,30 @@ resets the connection, and the client might never see the refusal.
 
 class _StopParsingError(Exception):
     """Raised inside a parser callback, which wraps it and ends in `send_400_response`."""
+
+
+class ChunkedBody:
+    """`sse.BodyWriter` of one response without a length: does what uvicorn's ``send`` does with a piece of it."""
+
+    __slots__ = ("_cycle", "_flow", "_write")
+
+    def __init__(self, cycle: RequestResponseCycle) -> None:
+        self._cycle = cycle
+        self._flow = cycle.flow
+        self._write = cycle.transport.write
+
+    @property
+    def ready(self) -> bool:
+        cycle = self._cycle
+        return bool(
+            cycle.chunked_encoding  # decided when the response starts
+            and not self._flow.write_paused
+            and not cycle.disconnected
+            and not cycle.response_complete
+        )
+
+    def write(self, data: bytes) -> None:
+        self._write(b"%x\r\n%b\r\n" % (len(data), data))
 
 
 class GuardedHttpProtocol(HttpToolsProtocol):
@@ -104,7 +129,10 @@ class GuardedHttpProtocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         super().on_headers_complete()
         self._in_head = False
-        if not self.parser.should_upgrade() and not self.cycle.keep_alive:
+        if self.parser.should_upgrade():
+            return
+        self.scope[BODY_KEY] = ChunkedBody(self.cycle)  # type: ignore[literal-required]
+        if not self.cycle.keep_alive:
             # uvicorn would close with the response's last byte, whatever is still unread.
             self.cycle.keep_alive = True
             self._close_after_response = True

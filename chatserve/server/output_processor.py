@@ -15,7 +15,7 @@ import msgspec
 
 from chatserve.engine.client import Delta
 from chatserve.engine.protocol import Finished, Started
-from chatserve.errors import ChatserveError, EngineUnavailableError, GenerationFailedError
+from chatserve.errors import ChatserveError, ContextLengthError, EngineUnavailableError, GenerationFailedError
 from chatserve.scheduler.output import SampleLogprobs
 from chatserve.text.detokenizer import IncrementalDetokenizer
 from chatserve.text.stop_strings import StopAutomaton, StopMatcher
@@ -109,6 +109,12 @@ class _Choice:
         self.last_token_at = 0.0
         self.done: ChoiceDone | None = None
 
+    def take(self) -> TextDelta:
+        """What is pending, as a delta that goes out."""
+        delta, self.pending = self.pending, TextDelta(self.pending.choice, "", [], [])
+        self.parts.append(delta.text)
+        return delta
+
 
 class OutputProcessor:
     """All choices of one request.
@@ -146,13 +152,13 @@ class OutputProcessor:
         return "".join(self._choices[choice].parts)
 
     def process(self, events: Sequence[Started | Delta | Finished], now: float) -> list[Event]:
-        """Digest the engine's news in order; several tokens of one choice become one delta.
+        """Digest the engine's news in order: one delta per token that completes some text.
 
         A choice's end token and its `Finished` arrive in one call, which is how the token is known to be one.
         """
         out: list[Event] = []
         done: list[Event] = []
-        touched: dict[int, int] = {}  # choice -> tokens in this call, in order of appearance
+        touched: dict[int, int] = {}  # choice -> tokens in this call
         stop_tokens = {e.choice: e.stop_token for e in events if type(e) is Finished and e.stop_token is not None}
         try:
             for event in events:
@@ -167,23 +173,18 @@ class OutputProcessor:
                     touched[event.choice] = touched.get(event.choice, 0) + 1
                     self._push(choice, event, stop_tokens.get(event.choice))
                 else:
-                    touched.setdefault(event.choice, 0)
                     self._finish(choice, event)
+                if choice.pending.text or (choice.done is not None and choice.pending.logprobs):
+                    out.append(choice.take())
                 if choice.done is not None:
                     done.append(choice.done)
         except ChatserveError as error:
             self.failure = error
         for index, num_tokens in touched.items():
             choice = self._choices[index]
-            if num_tokens:
-                if choice.last_token_at:
-                    self._observe_gap(now - choice.last_token_at, num_tokens)
-                choice.last_token_at = now
-            delta = choice.pending
-            if delta.text or (choice.done is not None and delta.logprobs):
-                choice.parts.append(delta.text)
-                choice.pending = TextDelta(index, "", [], [])
-                out.append(delta)
+            if choice.last_token_at:
+                self._observe_gap(now - choice.last_token_at, num_tokens)
+            choice.last_token_at = now
         self.num_open -= len(done)
         return out + done if done else out
 
@@ -246,6 +247,9 @@ def _finite(logprob: float) -> float:
 
 
 def _engine_error(event: Finished) -> ChatserveError:
+    if event.error_code == ContextLengthError.default_code:
+        # What is pinned for published prefixes may leave less room than the edge knows of.
+        return ContextLengthError(event.error_message or "The request does not fit this server.", param="max_tokens")
     if event.error_code == EngineUnavailableError.default_code:
         message = event.error_message or "The engine stopped while it worked on this request. Send it again."
         return EngineUnavailableError(message, retry_after=2.0)

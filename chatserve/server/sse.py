@@ -12,6 +12,7 @@ import fcntl
 import struct
 import termios
 from collections.abc import Awaitable, Callable
+from typing import Protocol
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -30,6 +31,23 @@ TRANSPORT_KEY = "chatserve.transport"
 """Where `chatserve.server.http_protocol` leaves the connection's transport in the ASGI scope."""
 
 
+BODY_KEY = "chatserve.body"
+"""Where it leaves a `BodyWriter` for the response, if the connection has one."""
+
+
+class BodyWriter(Protocol):
+    """Pieces of one response's body, straight to its connection: what ASGI's ``send`` does, without its detours."""
+
+    @property
+    def ready(self) -> bool:
+        """Whether `write` may be called: the response has started and goes on, and its reader keeps up."""
+        ...
+
+    def write(self, data: bytes) -> None:
+        """Hand over a piece, which must not be empty (that would end the body). Never waits."""
+        ...
+
+
 def event(data: bytes) -> bytes:
     """One frame."""
     return b"data: " + data + b"\n\n"
@@ -43,11 +61,27 @@ class EventWriter:
         blocked_since: loop time since which a write waits for the reader, if one does.
     """
 
-    def __init__(self, send: Send) -> None:
+    def __init__(self, send: Send, body: BodyWriter | None = None) -> None:
+        """
+        Args:
+            body: a shorter way to the connection than ``send``, once the response has started.
+        """
         self._send = send
+        self._body = body
         self._time = asyncio.get_running_loop().time
         self.last_sent = self._time()
         self.blocked_since: float | None = None
+
+    @property
+    def ready(self) -> bool:
+        """Whether `write_now` may be called: there is a short way, and the reader keeps up."""
+        return self._body is not None and self._body.ready
+
+    def write_now(self, data: bytes) -> None:
+        """Send whole frames, at least one, without waiting; only while `ready`."""
+        assert self._body is not None
+        self._body.write(data)
+        self.last_sent = self._time()
 
     async def write(self, data: bytes) -> None:
         """Send whole frames."""
@@ -86,7 +120,7 @@ class EventStreamResponse(Response):
         try:
             await send({"type": "http.response.start", "status": 200, "headers": list(HEADERS)})
             transport: asyncio.WriteTransport | None = scope.get(TRANSPORT_KEY)
-            writer = EventWriter(send)
+            writer = EventWriter(send, scope.get(BODY_KEY))
             work = asyncio.create_task(self._work(writer))
             gone = asyncio.create_task(wait_for_disconnect(receive))
             pulse = asyncio.create_task(self._pulse(writer, transport))

@@ -1,8 +1,8 @@
 """Token ids of one stream to text, as they come.
 
 A text is the concatenation of its tokens' bytes (`token_bytes`), so an incremental UTF-8 decoder is all it takes:
-each token costs its own bytes, no character is ever split, and the parts concatenated equal the whole decoded at
-once. Used per choice by the server; does not know stop strings.
+no character is ever split, and the parts concatenated equal the whole decoded at once. Between two characters a token
+of whole characters costs a look-up. Used per choice by the server; does not know stop strings.
 """
 
 from __future__ import annotations
@@ -25,9 +25,11 @@ class IncrementalDetokenizer:
                 is a real one.
         """
         self._token_bytes = tokenizer.token_bytes
+        self._whole_texts = tokenizer.whole_texts
         self._hidden = tokenizer.special_ids if skip_special_tokens else frozenset[int]()
         self._decoder = _new_utf8_decoder("replace")
         self._leading_spaces = 0 if continues_text else tokenizer.leading_spaces
+        self._between_characters = not self._leading_spaces
 
     def push(self, token_id: int) -> str:
         """The text that is complete now and was not before; may be empty.
@@ -38,6 +40,8 @@ class IncrementalDetokenizer:
         if token_id in self._hidden:
             return ""
         try:
+            if self._between_characters and (text := self._whole_texts[token_id]) is not None:
+                return text
             raw = self._token_bytes(token_id)
         except InvalidRequestError as error:
             raise GenerationFailedError(
@@ -48,7 +52,9 @@ class IncrementalDetokenizer:
             stripped = raw.removeprefix(b" ")
             self._leading_spaces = self._leading_spaces - 1 if stripped != raw else 0
             raw = stripped
-        return self._decoder.decode(raw)
+        text = self._decoder.decode(raw)
+        self._between_characters = not (self._leading_spaces or self._decoder.getstate()[0])
+        return text
 
     def flush(self) -> str:
         """What is left at the end: U+FFFD for a character that was never completed, or nothing."""

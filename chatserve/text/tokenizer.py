@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import re
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,8 @@ class Tokenizer:
         named_tokens: ``bos_token``, ``eos_token`` … as texts, for chat templates.
         revision: hash of the tokenizer and the chat template.
         leading_spaces: spaces that decoding takes off the start of a text.
+        whole_texts: by id, the text of a token that consists of whole characters, and ``None`` for one that has a
+            part of one; raises `InvalidRequestError` like `token_bytes`.
     """
 
     def __init__(
@@ -77,6 +79,7 @@ class Tokenizer:
         rule = token_bytes_rule(definition.get("decoder"))
         self._bytes_of, self.leading_spaces = rule.of, rule.leading_spaces
         self._token_bytes: list[bytes | None] = [None] * self.vocab_size
+        self.whole_texts: Mapping[int, str | None] = _WholeTexts(self.token_bytes)
 
     @classmethod
     def from_folder(cls, path: Path) -> Tokenizer:
@@ -200,6 +203,23 @@ class Tokenizer:
         """
         cuts = [start + 1 for start, _ in self.control_text(text)]
         return [text[start:end] for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+
+
+class _WholeTexts(dict[int, str | None]):
+    """Filled as tokens are met, so that a known one costs a look-up."""
+
+    def __init__(self, token_bytes: Callable[[int], bytes]) -> None:
+        super().__init__()
+        self._token_bytes = token_bytes
+
+    def __missing__(self, token_id: int) -> str | None:
+        text: str | None
+        try:
+            text = self._token_bytes(token_id).decode()
+        except UnicodeDecodeError:
+            text = None
+        self[token_id] = text
+        return text
 
 
 def int32_ids(ids: bytes | Sequence[int]) -> Sequence[int]:
