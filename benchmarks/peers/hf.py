@@ -22,4 +22,4 @@ def launch(model: Model, need: Need, port: int, threads: int) -> Launch:
     program = Path(__file__).with_name("hf_server.py")
     # Isolated: the folder of a script would come first, and modules here have the names of packages.
     command = [str(python), "-I", str(program), str(model.folder), str(port), str(threads), str(need.streams)]
-    return Launch(command, threads, model.name, {"HF_HUB_OFFLINE": "1"})
+    return Launch(command, port, threads, model.name, {"HF_HUB_OFFLINE": "1"})

@@ -24,4 +24,4 @@ def launch(model: Model, need: Need, port: int, threads: int) -> Launch:
     # One sampler that keeps the most likely token: the default chain sorts and filters first, to the same end.
     greedy = {"samplers": ["top_k"], "top_k": 1}
     environment = {"LD_LIBRARY_PATH": str(program.parent)}
-    return Launch(command, threads, model.name, environment, extra=greedy)
+    return Launch(command, port, threads, model.name, environment, extra=greedy)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from benchmarks.peers.process import Launch, Model, Need
+from benchmarks.peers.process import CONTEXT_TOKENS, Launch, Model, Need
 
 BLOCK_TOKENS = 16
 QUANTIZATION = {"published": "auto", "bfloat16": "none"}
@@ -14,8 +14,8 @@ def launch(model: Model, need: Need, port: int, threads: int, source: str | None
     """``source`` is what ``chatserve serve`` is given instead of the model's name."""
     command = [sys.executable, "-m", "chatserve", "serve", source or model.name, "--port", str(port)]
     command += ["--log-level", "warning", "--threads", str(threads), "--no-ui"]
-    command += ["--max-num-seqs", str(max(64, need.streams)), "--max-model-len", str(need.context)]
+    command += ["--max-num-seqs", str(max(64, need.streams)), "--max-model-len", str(CONTEXT_TOKENS)]
     command += ["--quantization", QUANTIZATION[need.weights]]
     if need.kv_tokens is not None:
         command += ["--num-gpu-blocks-override", str(need.kv_tokens // BLOCK_TOKENS)]
-    return Launch(command, threads, model.name, ready_path="/readyz")
+    return Launch(command, port, threads, model.name, ready_path="/readyz")

@@ -21,6 +21,9 @@ from typing import IO, Any, Literal
 from benchmarks._stream_client import Target
 
 HOST = "127.0.0.1"
+CONTEXT_TOKENS = 4096
+"""What servers that page their KV cache are started with, whatever a row needs, so that rows can share them."""
+
 _POLL_SECONDS = 0.02
 _STOP_SECONDS = 30.0
 _TICKS = os.sysconf("SC_CLK_TCK")
@@ -61,13 +64,13 @@ class Need:
 
     Attributes:
         streams: requests in flight at once.
-        context: tokens of the longest sequence.
+        context: tokens of the longest sequence, at most `CONTEXT_TOKENS`.
         kv_tokens: exact size of the KV cache, all its tiers together; ``None`` leaves it large.
         weights: as published (4-bit where the server can), or in bfloat16.
     """
 
     streams: int = 32
-    context: int = 4096
+    context: int = CONTEXT_TOKENS
     kv_tokens: int | None = None
     weights: Literal["published", "bfloat16"] = "published"
 
@@ -84,6 +87,7 @@ class Launch:
     """
 
     command: list[str]
+    port: int
     threads: int
     model: str
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -99,7 +103,7 @@ class Server:
         start_seconds: from its start to its first 200 on the readiness path.
     """
 
-    def __init__(self, name: str, launch: Launch, port: int) -> None:
+    def __init__(self, name: str, launch: Launch) -> None:
         """Start it and wait until it is ready.
 
         Raises:
@@ -107,7 +111,7 @@ class Server:
         """
         self.name = name
         self.launch = launch
-        self.target = Target(HOST, port, launch.model, launch.extra)
+        self.target = Target(HOST, launch.port, launch.model, launch.extra)
         self._log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - closed by `stop`
         began = time.perf_counter()
         self.process = subprocess.Popen(
@@ -134,12 +138,21 @@ class Server:
                 raise ServerError(f"{self.name} was not ready after {self.launch.patience:g} s.\n{self.log_tail()}")
             time.sleep(_POLL_SECONDS)
 
+    def pause(self) -> None:
+        """Stop every process where it is (SIGSTOP), memory and connections kept."""
+        os.killpg(self.process.pid, signal.SIGSTOP)
+
+    def resume(self) -> None:
+        """Undo `pause`."""
+        os.killpg(self.process.pid, signal.SIGCONT)
+
     def stop(self) -> None:
         """End the whole process group; returns when it is gone. Idempotent."""
         if self._log.closed:
             return
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGTERM)
+        for number in (signal.SIGCONT, signal.SIGTERM):
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.process.pid, number)
         deadline = time.monotonic() + _STOP_SECONDS
         while time.monotonic() < deadline and (self.process.poll() is None or self._members()):
             time.sleep(_POLL_SECONDS)

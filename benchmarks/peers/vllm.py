@@ -9,7 +9,7 @@ import ctypes.util
 import sys
 from pathlib import Path
 
-from benchmarks.peers.process import Launch, Model, Need, executable
+from benchmarks.peers.process import CONTEXT_TOKENS, Launch, Model, Need, executable
 
 VARIABLE = "CHATSERVE_PEER_VLLM"
 BLOCK_TOKENS = 128
@@ -27,7 +27,7 @@ def launch(model: Model, need: Need, port: int, threads: int) -> Launch:
     command = [str(python), "-m", "vllm.entrypoints.openai.api_server", "--model", str(model.folder)]
     command += ["--served-model-name", model.name, "--host", "127.0.0.1", "--port", str(port), "--dtype", "bfloat16"]
     command += ["--block-size", str(BLOCK_TOKENS), "--max-num-seqs", str(max(64, need.streams))]
-    command += ["--max-model-len", str(need.context), "--enable-prompt-tokens-details"]
+    command += ["--max-model-len", str(CONTEXT_TOKENS), "--enable-prompt-tokens-details"]
     command += ["--disable-uvicorn-access-log", "--generation-config", "vllm"]
     if need.kv_tokens is not None:
         # One block of its own is a placeholder that holds nothing.
@@ -41,7 +41,7 @@ def launch(model: Model, need: Need, port: int, threads: int) -> Launch:
     }
     if preload := preloaded_libraries(python):
         environment["LD_PRELOAD"] = ":".join(preload)
-    return Launch(command, threads, model.name, environment)
+    return Launch(command, port, threads, model.name, environment)
 
 
 def preloaded_libraries(python: Path) -> list[str]:

@@ -1,0 +1,165 @@
+"""One run of the race: takes rows one after another and servers in turn, and keeps what the rows have in common.
+
+Rows 1 to 7 are data (`_race_rows`); row 8 starts servers, row 9 measures our API process alone (`_api_cost`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+import tempfile
+from typing import Any
+
+from benchmarks import _bandwidth
+from benchmarks._api_cost import STREAMS, measure_api_cost
+from benchmarks._fleet import Fleet, load_average, say
+from benchmarks._load import Summary, run_load
+from benchmarks._race_rows import PEERS, Figures, LoadRow, Metric, Work, compare, line_of, load_rows, significant
+from benchmarks._workload import Prompts
+from benchmarks.peers import ours
+from benchmarks.peers.process import Need, Server
+
+ROWS = (*load_rows(), "8", "9")
+
+SLOW_START = 15.0
+"""Seconds beyond which a server's start is not repeated for row 8: those that the run saw anyway count."""
+
+
+class Race:
+    """Servers, prompts and the bandwidth seen so far.
+
+    Attributes:
+        loads: load average after each round.
+        speeds: the best of each read loop so far, bytes per second.
+        client_us: microseconds of this process's CPU per token, for each measurement.
+    """
+
+    def __init__(self, fleet: Fleet, rounds: int, seed: int) -> None:
+        self.fleet = fleet
+        self.rounds = rounds
+        self.loads: list[float] = []
+        self.speeds: dict[str, float] = {}
+        self.client_us: list[float] = []
+        self._prompts = Prompts(fleet.model.vocab_size, seed)
+        self._loops = _bandwidth.read_loops()
+
+    def run(self, number: str) -> Any:
+        """One row; what it returns is for `lines`."""
+        say(f"row {number}")
+        if number == "8":
+            return self._start_row()
+        if number == "9":
+            return self._api_row()
+        return self._load_row(load_rows()[number])
+
+    def lines(self, results: dict[str, Any]) -> dict[str, Any]:
+        """Every row's part of the JSON object; the byte floor is that of the whole run, so it is known only now."""
+        rows = load_rows()
+        lines = {}
+        for number, result in results.items():
+            if number in rows:
+                row = rows[number]
+                floor = row.floor(self.fleet.model, max(self.speeds.values())) if row.floor is not None else None
+                lines[number] = line_of(row, result, floor)
+            else:
+                lines[number] = result
+        return lines
+
+    def measure_bandwidth(self) -> None:
+        """Once more; every loop keeps its best."""
+        for name, speed in _bandwidth.measure(self._loops, self.fleet.threads).items():
+            self.speeds[name] = max(speed, self.speeds.get(name, 0.0))
+
+    def round(self, row: LoadRow, samples: dict[str, list[Figures]], number: int) -> None:
+        """The same fresh work for every server, in an order that rotates."""
+        self.measure_bandwidth()
+        work = row.make(self._prompts)
+        names = list(samples)
+        shift = number % len(names)
+        for name in names[shift:] + names[:shift]:
+            figures = self._run_once(row, name, work)
+            samples[name].append(figures)
+            main = row.metrics[0]
+            say(f"row {row.number}, round {number + 1}: {name:>5} {figures[main.name]:9.4g} {main.unit}")
+        self.loads.append(load_average())
+
+    def _load_row(self, row: LoadRow) -> dict[str, list[Figures]]:
+        names = [name for name in self.fleet.names if name == "ours" or name in row.peers]
+        for name in names:  # each server's first work of this kind is not counted
+            self._run_once(row, name, row.make(self._prompts))
+        samples: dict[str, list[Figures]] = {name: [] for name in names}
+        for number in range(self.rounds):
+            self.round(row, samples, number)
+        return samples
+
+    def _run_once(self, row: LoadRow, name: str, work: Work) -> Figures:
+        target = self.fleet.get(name, row.need).target
+        if work.before:
+            run_load(target, work.before, concurrency=1)
+        with self.fleet.alone(name):
+            outcome = run_load(target, work.timed, concurrency=1 if work.one_by_one else None, starts=work.starts)
+        summary = Summary(outcome)
+        self.client_us.append(summary.client_cpu / summary.output_tokens * 1e6)
+        return row.read(summary)
+
+    def _start_row(self) -> dict[str, Any]:
+        fleet = self.fleet
+        samples: dict[str, list[Figures]] = {}
+        for name in fleet.names:
+            fleet.stop(name)
+            seen = fleet.start_seconds.get(name, [])
+            if not seen or min(seen) < SLOW_START:
+                seen = self._starts(name)
+            samples[name] = [{"seconds": statistics.median(seen)}]
+        line = {"title": "start to ready", "goal": "warm ≤5 s, beside the peers'", "metric": "seconds"}
+        cold = statistics.median(self._cold_start() for _ in range(self.rounds)) if "ours" in fleet.names else None
+        return {
+            **line,
+            **compare(Metric("seconds", "s", False), samples),
+            "floor": None,
+            "floor_share": None,
+            "cold": {"unit": "s", "ours": None if cold is None else significant(cold)},
+        }
+
+    def _starts(self, name: str) -> list[float]:
+        """Seconds of as many starts as there are rounds, or of one if that is slow.
+
+        One more comes first and is not counted: it may read files that nobody has read yet.
+        """
+        seconds: list[float] = []
+        while len(seconds) <= self.rounds and (not seconds or seconds[0] < SLOW_START):
+            server = self.fleet.start(name, self.fleet.launch(name, Need()))
+            server.stop()
+            seconds.append(server.start_seconds)
+        return seconds[1:] or seconds
+
+    def _cold_start(self) -> float:
+        """Seconds with an empty cache folder: the GGUF file is converted and the kernels are compiled."""
+        fleet = self.fleet
+        with tempfile.TemporaryDirectory(prefix="race-cold-") as home:
+            warm = fleet.launch("ours", Need())
+            cold = ours.launch(fleet.model, Need(), warm.port, fleet.threads, source=str(fleet.model.gguf))
+            server = Server("ours, cold", dataclasses.replace(cold, environment={"CHATSERVE_HOME": home}))
+            server.stop()
+            say(f"ours, cold, is ready after {server.start_seconds:.2f} s")
+            return server.start_seconds
+
+    def _api_row(self) -> dict[str, Any]:
+        fleet = self.fleet
+        fleet.stop("ours")
+        port = fleet.launch("ours", Need()).port
+        costs = [measure_api_cost(fleet.model, self._prompts, port) for _ in range(self.rounds)]
+        cost = significant(statistics.median(cost.us_per_token for cost in costs))
+        return {
+            "title": f"API process CPU per streamed token, {STREAMS} streams, fake engine",
+            "goal": "≤15 µs",
+            "metric": "us_per_token",
+            "unit": "µs",
+            "ours": cost,
+            **{key: None for name in PEERS for key in (name, f"over_{name}")},
+            "floor": None,
+            "floor_share": None,
+            "us_per_token": cost,
+            "tokens_per_second": significant(statistics.median(cost.tokens_per_second for cost in costs)),
+            "rounds": {"ours": [{"us_per_token": significant(cost.us_per_token)} for cost in costs]},
+        }
