@@ -14,12 +14,17 @@ class AdminClient:
     """Speaks to one server with one key."""
 
     def __init__(self, url: str, key: str | None) -> None:
-        self._url = url.rstrip("/").removesuffix("/v1")
+        self.url = url.rstrip("/").removesuffix("/v1")
         self._key = key
 
     def with_key(self, key: str) -> AdminClient:
         """The same server, as somebody else."""
-        return AdminClient(self._url, key)
+        return AdminClient(self.url, key)
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """What shows who is calling."""
+        return {"authorization": f"Bearer {self._key}"} if self._key else {}
 
     def call(self, method: str, path: str, body: object = None) -> Any:
         """One request; ``None`` where the answer has no body.
@@ -28,20 +33,30 @@ class AdminClient:
             ChatserveError: with the server's own message and code.
             EngineUnavailableError: nobody answers at the URL.
         """
-        headers = {"content-type": "application/json"}
-        if self._key:
-            headers["authorization"] = f"Bearer {self._key}"
+        content = self._send(method, path, body)
+        return json.loads(content) if content else None
+
+    def events(self, method: str, path: str, body: object) -> list[Any]:
+        """One request that is answered by a stream: its JSON events. Raises as `call`, also for an error event."""
+        lines = self._send(method, path, body).decode().split("\n")
+        found = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+        for event in found:
+            if "error" in event:
+                raise ChatserveError(str(event["error"]["message"]), code=str(event["error"]["code"]))
+        return found
+
+    def _send(self, method: str, path: str, body: object) -> bytes:
+        headers = {"content-type": "application/json", **self.headers}
         data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(self._url + path, data, headers, method=method)
+        request = urllib.request.Request(self.url + path, data, headers, method=method)
         try:
             with urllib.request.urlopen(request, timeout=600) as response:
-                content = response.read()
+                return bytes(response.read())
         except urllib.error.HTTPError as error:
             raise _refusal(error.read(), error.code) from None
         except (urllib.error.URLError, OSError) as error:
             reason = getattr(error, "reason", error)
-            raise EngineUnavailableError(f"No server answers at {self._url}: {reason}.") from None
-        return json.loads(content) if content else None
+            raise EngineUnavailableError(f"No server answers at {self.url}: {reason}.") from None
 
 
 def _refusal(content: bytes, status: int) -> ChatserveError:

@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import secrets
+from dataclasses import dataclass
 
 import click
 
 from chatserve.cli.admin_client import AdminClient
+from chatserve.cli.doctor_probes import PROBES, Probe, may_continue
 from chatserve.errors import ChatserveError
+
+WORDS_PER_PROMPT = 60
+
+COINCIDENCE_TOKENS = 8
+"""Random prompts of one tenant may begin alike for so long, and then find so much of each other."""
 
 
 @click.group()
@@ -17,62 +24,104 @@ def doctor() -> None:
 
 @doctor.command()
 @click.option("--url", default="http://127.0.0.1:8000", show_default=True, help="The running server.")
-@click.option("--admin-api-key", envvar="CHATSERVE_ADMIN_API_KEY", help="The server's admin key.")
+@click.option("--admin-api-key", envvar="CHATSERVE_ADMIN_API_KEY", help="The server's admin key: makes two tenants.")
+@click.option("--api-key", "keys", multiple=True, help="A key of one tenant; give two, of two tenants, instead.")
 @click.option("--trials", default=5, show_default=True, type=click.IntRange(1, 1000), help="Pairs per kind of request.")
-def isolation(url: str, admin_api_key: str | None, trials: int) -> None:
-    """Make two tenants, and check in pairs that each hits its own cache and never the other's.
+def isolation(url: str, admin_api_key: str | None, keys: tuple[str, ...], trials: int) -> None:
+    """Check in pairs that two tenants hit their own cache and never each other's.
 
-    A pair is one prompt of the first tenant, sent again by itself (must hit) and by the second (must not), with every
-    field that a client could try to borrow the other's cache with.
+    A pair is one prompt of a tenant, sent again by itself (must hit) and by the other (must not, beyond what a prompt
+    hits that nobody has sent before), over every entry point and with every field that a client could try to borrow
+    the other's cache with. Needs the admin key, and makes and removes two tenants; or two tenants' keys.
     """
+    if keys and len(keys) != 2:
+        raise click.UsageError("Give two keys with --api-key, of two tenants, or the admin key.")
+    if keys:
+        _report(_tenants_of(AdminClient(url, None), keys), trials)
+        return
     admin = AdminClient(url, admin_api_key)
-    mark = secrets.token_hex(4)
-    names = [f"doctor-{mark}-{letter}" for letter in "ab"]
     created: list[str] = []
+    mark = secrets.token_hex(4)
     try:
-        clients = []
-        for name in names:
+        tenants = []
+        for name in (f"doctor-{mark}-{letter}" for letter in "ab"):
             admin.call("POST", "/admin/tenants", {"name": name})
             created.append(name)
-            clients.append(admin.with_key(admin.call("POST", "/admin/keys", {"tenant": name})["key"]))
-        own, foreign, pairs, wrong = _run_pairs(clients[0], clients[1], mark, trials)
+            key = admin.call("POST", "/admin/keys", {"tenant": name})["key"]
+            tenants.append(_Tenant(name, admin.with_key(key)))
+        _report(tenants, trials)
     finally:
         for name in created:
             admin.call("DELETE", f"/admin/tenants/{name}")
+
+
+@dataclass(frozen=True)
+class _Tenant:
+    name: str
+    client: AdminClient
+
+
+@dataclass
+class _Finding:
+    """What one kind of request found."""
+
+    pairs: int = 0
+    own: int = 0
+    foreign: int = 0
+
+
+def _tenants_of(server: AdminClient, keys: tuple[str, ...]) -> list[_Tenant]:
+    tenants = []
+    for key in keys:
+        client = server.with_key(key)
+        tenants.append(_Tenant(client.call("GET", "/v1/usage")["tenant"], client))
+    if tenants[0].name == tenants[1].name:
+        raise ChatserveError(f"Both keys are the tenant {tenants[0].name}'s: it shares its cache with itself.")
+    return tenants
+
+
+def _report(tenants: list[_Tenant], trials: int) -> None:
+    findings = {}
+    for kind, probe in PROBES.items():
+        finding = findings[kind] = _Finding()
+        for trial in range(trials):
+            owner, other = tenants if trial % 2 == 0 else reversed(tenants)
+            _run_pair(finding, kind, probe, owner, other, trial)
+        click.echo(
+            f"{kind:<22}own hits {finding.own} of {finding.pairs}, cross-tenant hits {finding.foreign} of {trials}"
+        )
+    intruded = may_continue(tenants[0].client, tenants[1].client, _prompt())
+    click.echo(f"{'conversations':<22}{'OPEN to' if intruded else 'closed to'} another tenant that knows their ids")
+    pairs, own, foreign = (sum(getattr(f, name) for f in findings.values()) for name in ("pairs", "own", "foreign"))
     click.echo(f"{pairs} pairs: own hits {own} of {pairs}, cross-tenant hits {foreign} of {pairs}")
-    for line in wrong:
-        click.echo(f"  {line}")
-    if foreign or own < pairs:
+    if foreign or intruded:
+        raise ChatserveError("Isolation is broken: see above.", code="isolation_broken")
+    if own < pairs:
         raise ChatserveError(
-            "Isolation is broken: see the pairs above." if foreign else "A tenant missed its own cache."
+            "A tenant missed its own cache, so nothing is shown about the others'. Is the server very busy, or its "
+            "cache very small?",
+            code="cache_missed",
         )
     click.echo(f"isolation holds (with 95 % confidence fewer than {3 / pairs:.1%} of such requests would cross)")
 
 
-def _run_pairs(a: AdminClient, b: AdminClient, mark: str, trials: int) -> tuple[int, int, int, list[str]]:
-    own = foreign = pairs = 0
-    wrong: list[str] = []
-    for trial in range(trials):
-        for kind in ("chat", "chat with salt", "completion"):
-            borrowed = {"user": "doctor", "prompt_cache_key": f"doctor-{mark}"}
-            if kind == "chat with salt":
-                borrowed["cache_salt"] = f"doctor-{mark}"
-            text = f"{mark} {trial} {kind}. " + " ".join(f"word{trial * 100 + i}" for i in range(60))
-            if kind == "completion":
-                path, body = "/v1/completions", {"prompt": text, "max_tokens": 1, **borrowed}
-            else:
-                messages = [{"role": "user", "content": text}]
-                path, body = "/v1/chat/completions", {"messages": messages, "max_tokens": 1, **borrowed}
-            first, again, other = (_cached(client, path, body) for client in (a, a, b))
-            pairs += 1
-            own += again > first
-            foreign += other > first
-            if again <= first or other > first:
-                wrong.append(
-                    f"{kind}, trial {trial}: first {first}, own again {again}, other tenant {other} cached tokens"
-                )
-    return own, foreign, pairs, wrong
+def _run_pair(finding: _Finding, kind: str, probe: Probe, owner: _Tenant, other: _Tenant, trial: int) -> None:
+    text = _prompt()
+    _, first = probe(owner.client, text, other.name)
+    total, again = probe(owner.client, text, other.name)
+    # What every prompt of the other begins with (the template's words, something published) it may well have cached.
+    _, unseen = probe(other.client, _prompt(), owner.name)
+    _, foreign = probe(other.client, text, owner.name)
+    finding.pairs += 1
+    hit, crossed = again > first and again > total // 2, foreign > unseen + COINCIDENCE_TOKENS
+    finding.own += hit
+    finding.foreign += crossed
+    if crossed or not hit:
+        click.echo(
+            f"  {kind}, trial {trial + 1}: {total} tokens of {owner.name}, at first {first} cached, again {again}; of "
+            f"the same {other.name} found {foreign}, and {unseen} of a prompt that nobody had sent"
+        )
 
 
-def _cached(client: AdminClient, path: str, body: object) -> int:
-    return int(client.call("POST", path, body)["usage"]["prompt_tokens_details"]["cached_tokens"])
+def _prompt() -> str:
+    return " ".join(secrets.token_hex(2) for _ in range(WORDS_PER_PROMPT))

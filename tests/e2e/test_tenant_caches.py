@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import os
 import signal
 import sys
@@ -17,6 +18,10 @@ import pytest_asyncio
 
 from chatserve.config import CacheConfig, ServerConfig
 from chatserve.engine.client import EngineClient
+from chatserve.scope import Scope
+from chatserve.server.auth import Principal
+from chatserve.server.context import ServerContext
+from chatserve.sessions.memory_store import MemoryStore
 from chatserve.tenancy.declared import Declared
 from chatserve.tenancy.registry import TenantRegistry
 from chatserve.tenancy.store import TenantStore
@@ -156,25 +161,85 @@ async def test_prefixes_beyond_the_budget_are_refused_with_numbers(town: Town) -
     assert (await town.admin("POST", "/admin/prefixes", {"texts": "a"})).status == 400
 
 
+async def run(*arguments: str) -> tuple[int, str, str]:
+    """Exit status, output and errors of a ``chatserve`` command."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "chatserve", *arguments, stdout=PIPE, stderr=PIPE
+    )
+    output, errors = await process.communicate()
+    assert process.returncode is not None
+    return process.returncode, output.decode(), errors.decode()
+
+
 async def test_the_commands(town: Town, tmp_path: Path) -> None:
-    """`prefixes publish|list|withdraw` and `doctor isolation` against the running server."""
+    """`prefixes publish|list|withdraw` against the running server; a refusal says why and is no success."""
     common = ["--url", town.live.url, "--admin-api-key", ADMIN]
     prompt = tmp_path / "prompt.txt"
     prompt.write_text(SYSTEM)
+    status, told, errors = await run("prefixes", "publish", str(prompt), *common)
+    assert status == 0, errors
+    prefix_id = told.split()[0]
+    assert prefix_id in (await run("prefixes", "list", *common))[1]
+    assert (await run("prefixes", "withdraw", prefix_id, *common))[0] == 0
+    assert prefix_id not in (await run("prefixes", "list", *common))[1]
+    prompt.write_text("long " * 600)
+    status, told, errors = await run("prefixes", "publish", str(prompt), *common)
+    assert (status, told) == (1, "")
+    assert "blocks" in errors
+    assert "Withdraw another prefix" in errors
 
-    async def run(*arguments: str) -> str:
-        process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "chatserve", *arguments, *common, stdout=PIPE, stderr=PIPE
-        )
-        output, errors = await process.communicate()
-        assert process.returncode == 0, errors
-        return output.decode()
 
-    prefix_id = (await run("prefixes", "publish", str(prompt))).split()[0]
-    assert prefix_id in await run("prefixes", "list")
-    await run("prefixes", "withdraw", prefix_id)
-    assert prefix_id not in await run("prefixes", "list")
-    report = await run("doctor", "isolation", "--trials", "2")
-    assert "own hits 6 of 6, cross-tenant hits 0 of 6" in report
+async def test_the_doctor_finds_nothing_on_a_sound_server(town: Town) -> None:
+    """With the admin key it brings its own two tenants and takes them away; with two keys it needs none."""
+    status, told, errors = await run(
+        "doctor", "isolation", "--url", town.live.url, "--admin-api-key", ADMIN, "--trials", "2"
+    )
+    assert status == 0, errors
+    assert "own hits 16 of 16, cross-tenant hits 0 of 16" in told
+    assert "conversations         closed" in told
     remaining = {tenant["name"] for tenant in (await town.admin("GET", "/admin/tenants")).json["data"]}
     assert not any(name.startswith("doctor-") for name in remaining)
+    pair = ["--api-key", town.keys["acme"], "--api-key", town.keys["gamma"]]
+    status, told, errors = await run("doctor", "isolation", "--url", town.live.url, *pair, "--trials", "1")
+    assert status == 0, errors
+    assert "own hits 8 of 8, cross-tenant hits 0 of 8" in told
+    same = ["--api-key", town.keys["acme"], "--api-key", town.keys["acme"]]
+    status, _, errors = await run("doctor", "isolation", "--url", town.live.url, *same)
+    assert status == 1
+    assert "acme" in errors
+    assert town.keys["acme"] not in errors
+
+
+@pytest.mark.parametrize("leak", ["cache", "explanations", "conversations"])
+async def test_the_doctor_finds_a_leak(town: Town, monkeypatch: pytest.MonkeyPatch, leak: str) -> None:
+    """A server whose scopes forget the tenant, for all requests or for explanations alone, or whose conversations do:
+    the doctor says where and fails.
+    """
+    if leak == "conversations":
+
+        def owned(store: MemoryStore, _: str, conversation: str) -> object:
+            return store._conversations[conversation]
+
+        monkeypatch.setattr(MemoryStore, "_owned", owned)
+    else:
+        sound = ServerContext.scopes_for
+
+        def scopes_for(context: ServerContext, principal: Principal, salt: str = "") -> tuple[Scope, ...]:
+            caller = inspect.stack()[1].function
+            if leak == "cache" or caller == "explain":
+                principal = Principal("acme", principal.key_id)
+            return sound(context, principal, salt)
+
+        monkeypatch.setattr(ServerContext, "scopes_for", scopes_for)
+    pair = ["--api-key", town.keys["acme"], "--api-key", town.keys["gamma"]]
+    status, told, errors = await run("doctor", "isolation", "--url", town.live.url, *pair, "--trials", "1")
+    assert status == 1
+    assert "Isolation is broken" in errors
+    if leak == "conversations":
+        assert "OPEN to another tenant" in told
+        assert "cross-tenant hits 0 of 8" in told
+    elif leak == "cache":
+        assert "cross-tenant hits 8 of 8" in told
+    else:
+        assert "explanation           own hits 1 of 1, cross-tenant hits 0 of 1" not in told
+        assert "chat                  own hits 1 of 1, cross-tenant hits 0 of 1" in told
