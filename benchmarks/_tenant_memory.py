@@ -70,40 +70,75 @@ def overload(loader: Loader, quick: bool) -> Result:
         load.check_at_rest()
         return statistics.median(times)
 
-    sequences, prompt, output, device = (6, 64, 144, 40) if quick else (24, 128, 448, 300)
-    demand = sequences * (prompt + output) // 16
-
-    def goodput(device_blocks: int, host_blocks: int) -> tuple[float, int]:
-        load = loader.load(num_blocks=device_blocks, swap_blocks=host_blocks, max_num_seqs=sequences)
-        for _ in range(sequences):
-            load.submit(load.fresh_prompt(prompt), output, "a")
-        began = time.perf_counter()
-        load.run()
-        seconds = time.perf_counter() - began
-        load.check_at_rest()
-        return sequences * output / seconds, load.core.stats().preemptions
-
     say("overload: resume by swap")
     swap = resume(swap=True)
     say("overload: resume by recompute")
     recompute = resume(swap=False)
-    say("overload: goodput with swap")
-    with_swap, preemptions = goodput(device, 4 * device)
-    say("overload: goodput with recompute")
-    without, preemptions_recompute = goodput(device, 0)
-    say("overload: goodput, same total memory")
-    equal_total, _ = goodput(device * 2 // 3, device - device * 2 // 3)
+    users, device = (6, 72) if quick else (24, 300)
+    # Both grow to contexts of the same length: in three turns of a conversation, and in one long answer.
+    chats = _goodput(loader, "conversations", users, device, turns=3, new=64, output=128)
+    answers = _goodput(loader, "single answers", users, device, turns=1, new=128, output=448)
     return {
         "label": "GPU proxy on a CPU: both tiers are the same memory",
         "resume_s": {"swap": round(swap, 4), "recompute": round(recompute, 4)},
         "resume_speedup": round(recompute / swap, 1),
-        "goodput_ratio": round(with_swap / without, 2),
-        "goodput_ratio_equal_total": round(equal_total / without, 2),
-        "goodput_tok_s": {"swap": round(with_swap, 1), "recompute": round(without, 1)},
-        "preemptions": {"swap": preemptions, "recompute": preemptions_recompute},
         "context_tokens": context,
         "trials": trials,
+        "goodput_ratio": chats["goodput_ratio"],
+        "goodput_ratio_equal_total": chats["goodput_ratio_equal_total"],
+        "conversations": chats,
+        "single_answers": answers,
+        "goals": {"resume_speedup": 10, "goodput_ratio": 1.3},
+    }
+
+
+def _goodput(loader: Loader, what: str, users: int, device: int, *, turns: int, new: int, output: int) -> Result:
+    """Generated tokens per second of users that each send their next turn when they have read the last answer.
+
+    Args:
+        device: blocks of the device pool.
+        new: tokens of a turn's message.
+    """
+    demand = users * turns * (new + output) // 16
+    loads: dict[str, Load] = {}
+
+    def serve(name: str, device_blocks: int, host_blocks: int) -> Iterator[None]:
+        load = loads[name] = loader.load(num_blocks=device_blocks, swap_blocks=host_blocks, max_num_seqs=users)
+        prompts = [load.fresh_prompt(new) for _ in range(users)]
+        answers = [load.submit(prompt, output, "a") for prompt in prompts]
+        left = [turns - 1] * users
+        yield
+        while load.core.has_work:
+            load.step()
+            for i, answer in enumerate(answers):
+                if answer.finished is not None and left[i]:
+                    left[i] -= 1
+                    prompts[i] = np.concatenate((prompts[i], np.array(answer.tokens, np.int32), load.fresh_prompt(new)))
+                    answers[i] = load.submit(prompts[i], output, "a")
+            yield
+        load.check_at_rest()
+
+    say(f"overload: {what} with swap, with recompute, and with swap in the same total memory, in turns")
+    equal = device * 2 // 3
+    seconds = take_turns(
+        serve("swap", device, 4 * device),
+        serve("recompute", device, 0),
+        serve("equal_total", equal, device - equal),
+    )
+    speed = dict(zip(loads, (users * turns * output / each for each in seconds), strict=True))
+    return {
+        "goodput_ratio": round(speed["swap"] / speed["recompute"], 2),
+        "goodput_ratio_equal_total": round(speed["equal_total"] / speed["recompute"], 2),
+        "goodput_tok_s": {name: round(value, 1) for name, value in speed.items()},
+        "preemptions": {name: load.core.stats().preemptions for name, load in loads.items()},
+        # Besides every message once.
+        "tokens_computed_again": {
+            name: load.core.stats().computed_tokens - users * turns * new for name, load in loads.items()
+        },
+        "users": users,
+        "turns": turns,
+        "message_tokens": new,
+        "answer_tokens": output,
         "device_blocks": device,
         "demand_over_pool": round(demand / device, 1),
-        "goals": {"resume_speedup": 10, "goodput_ratio": 1.3},
     }

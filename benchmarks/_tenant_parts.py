@@ -22,21 +22,24 @@ def say(text: str) -> None:
 
 
 def take_turns(*runs: Iterator[None], turn_seconds: float = 0.5) -> list[float]:
-    """Advance the runs in turns until all have ended; seconds that each took.
+    """Advance the runs in turns until all have ended; seconds that each took after its first advance, the set-up.
 
     A machine's speed drifts by a factor of two within a minute. Runs that are to be compared therefore share every
     half second, and the order within a round alternates.
     """
     seconds = [0.0] * len(runs)
     left = list(range(len(runs)))
+    for run in runs:
+        next(run)
     while left:
         for i in list(left):
-            began = now = time.perf_counter()
-            while now - began < turn_seconds:
+            began = time.perf_counter()
+            while True:
                 if next(runs[i], "ended") == "ended":
                     left.remove(i)
                     break
-                now = time.perf_counter()
+                if time.perf_counter() - began >= turn_seconds:
+                    break
             seconds[i] += time.perf_counter() - began
         left.reverse()
     return seconds

@@ -28,10 +28,14 @@ def fairness(loader: Loader, quick: bool) -> Result:
     def is_backlogged(requests: list[Timeline]) -> bool:
         return sum(r.first_token is None for r in requests) > slots
 
-    def serve(fair: bool, seed: int) -> tuple[float, float, float]:
-        """(largest gap while both are backlogged, tokens per second, service of B)."""
+    loads: dict[bool, Load] = {}
+    gaps: list[float] = []
+    services: list[float] = []
+
+    def serve(fair: bool, seed: int) -> Iterator[None]:
+        """One run, a step at a time."""
         rng = random.Random(seed)
-        load = loader.load(num_blocks=2000, max_num_seqs=slots)
+        load = loads[fair] = loader.load(num_blocks=2000, max_num_seqs=slots)
 
         def send(tenant: str, requests: int) -> list[Timeline]:
             name = tenant if fair else "all"
@@ -45,37 +49,38 @@ def fairness(loader: Loader, quick: bool) -> Result:
             ]
 
         gap = 0.0
-        began = time.perf_counter()
         a, b = send("a", 10 * slots), send("b", count)
+        yield
         # A sends ten times what B has in flight, until B is half through; then it pauses until its queue is empty.
         while sum(r.finished is not None for r in b) < count // 2:
             if not is_backlogged(a):
                 a += send("a", 10 * slots)
             load.step()
             gap = max(gap, abs(service(a) - service(b)))
-        load.run(until=lambda: all(r.finished is not None for r in a))
+            yield
+        while any(r.finished is None for r in a):
+            load.step()
+            yield
         # A returns while B still has work: from here on the two are compared anew.
         before, more = service(b), send("a", count)
         while is_backlogged(b):
             load.step()
             if is_backlogged(more):
                 gap = max(gap, abs(service(more) - (service(b) - before)))
-        load.run()
+            yield
+        while load.core.has_work:
+            load.step()
+            yield
         load.check_at_rest()
-        tokens = sum(len(r.tokens) for r in load.requests.values())
-        return gap, tokens / (time.perf_counter() - began), service(b)
+        if fair:
+            gaps.append(gap)
+            services.append(service(b))
 
-    gaps, services = [], []
     speeds: dict[bool, list[float]] = {True: [], False: []}
     for round_ in range(1 if quick else 2):
-        # The order alternates, so that a machine that drifts favours neither.
-        for fair in (True, False) if round_ % 2 else (False, True):
-            say(f"fairness: round {round_ + 1}, {'virtual token counters' if fair else 'first come, first served'}")
-            gap, speed, served = serve(fair, round_)
-            speeds[fair].append(speed)
-            if fair:
-                gaps.append(gap)
-                services.append(served)
+        say(f"fairness: round {round_ + 1}, virtual token counters and first come, first served in turns")
+        for fair, seconds in zip((True, False), take_turns(serve(True, round_), serve(False, round_)), strict=True):
+            speeds[fair].append(sum(len(r.tokens) for r in loads[fair].requests.values()) / seconds)
     return {
         "gap_tokens": max(gaps),
         "bound_tokens": bound,
@@ -83,7 +88,9 @@ def fairness(loader: Loader, quick: bool) -> Result:
         "M": slots * (longest_prompt + longest_output),
         "gap_over_bound": round(max(gaps) / bound, 3),
         "service_over_bound": round(min(services) / bound, 1),
-        "throughput_over_fcfs": round(statistics.median(speeds[True]) / statistics.median(speeds[False]), 3),
+        "throughput_over_fcfs": round(
+            statistics.median(fair / fcfs for fair, fcfs in zip(speeds[True], speeds[False], strict=True)), 3
+        ),
         "tok_s": {"fair": [round(v, 1) for v in speeds[True]], "fcfs": [round(v, 1) for v in speeds[False]]},
         "slots": slots,
         "requests_b": count,
@@ -95,14 +102,18 @@ def noisy_neighbour(loader: Loader, quick: bool) -> Result:
     """A quiet tenant's conversations alone and beside a flood: its p99 TTFT and its cache hit rate."""
     turns, conversations, slots, flood_slots = (3 if quick else 5), (3 if quick else 12), 16, 8
 
-    def measure(flood: bool) -> tuple[list[float], float, float]:
+    ttfts: dict[bool, list[float]] = {True: [], False: []}
+    hits: dict[bool, float] = {}
+    full: list[bool] = []
+
+    def converse(flood: bool) -> Iterator[None]:
+        """The quiet tenant's conversations, a turn at a time."""
         load = loader.load(num_blocks=1400, max_num_seqs=slots)
         load.submit(load.fresh_prompt(64), 2, "warm")
         load.run()
-        ttfts: list[float] = []
+        yield
         cached = possible = 0
         running: list[Timeline] = []
-        busy = steps = 0
         for _ in range(conversations):
             history = load.fresh_prompt(120)
             for turn in range(turns):
@@ -112,22 +123,23 @@ def noisy_neighbour(loader: Loader, quick: bool) -> Result:
                     while flood and len(running) < flood_slots:
                         running.append(load.submit(load.fresh_prompt(200), 64, "flood"))
                     load.step()
-                    steps += 1
-                    busy += len(running) >= flood_slots - 1
-                ttfts.append(quiet.ttft)
+                    if flood:
+                        full.append(len(running) >= flood_slots - 1)
+                ttfts[flood].append(quiet.ttft)
                 if turn:
                     cached += quiet.cached
                     possible += len(history) - 1
                 tail = load.fresh_prompt(40)
                 history = np.concatenate((history, np.array(quiet.tokens, np.int32), tail))
+                yield
         load.run()
         load.check_at_rest()
-        return ttfts, cached / possible, busy / steps
+        hits[flood] = cached / possible
 
-    say("noisy_neighbour: alone")
-    alone, hit_alone, _ = measure(flood=False)
-    say("noisy_neighbour: beside a flood")
-    noisy, hit_noisy, saturation = measure(flood=True)
+    say("noisy_neighbour: alone and beside a flood, in turns")
+    take_turns(converse(flood=False), converse(flood=True), turn_seconds=0.0)
+    alone, noisy, hit_alone, hit_noisy = ttfts[False], ttfts[True], hits[False], hits[True]
+    saturation = sum(full) / len(full)
     return {
         "ttft_p99_ratio": round(p99(noisy) / p99(alone), 2),
         "ttft_p50_ratio": round(statistics.median(noisy) / statistics.median(alone), 2),
@@ -147,22 +159,19 @@ def priority(loader: Loader, quick: bool) -> Result:
     slots, trials = 8, (5 if quick else 30)
     load = loader.load(num_blocks=1500, max_num_seqs=slots)
 
-    def high() -> Timeline:
-        return load.submit(load.fresh_prompt(64), 8, "high", priority_class=0)
-
-    say("priority: unloaded")
-    unloaded = []
-    for _ in range(trials):
-        request = high()
+    def high(load: Load) -> float:
+        request = load.submit(load.fresh_prompt(64), 8, "high", priority_class=0)
         load.run()
-        unloaded.append(request.ttft)
-    say("priority: over a flood")
+        return request.ttft
+
+    idle = loader.load(num_blocks=1500, max_num_seqs=slots)
+    say("priority: over a flood, and on an idle engine, in turns")
+    unloaded: list[float] = []
     low: list[Timeline] = []
     loaded: list[float] = []
     full = steps = 0
     pending: Timeline | None = None
     next_at = time.perf_counter() + 3.0
-    load.step_seconds.clear()
     while len(loaded) < trials:
         low = [t for t in low if t.finished is None]
         while len(low) < 3 * slots:
@@ -170,8 +179,9 @@ def priority(loader: Loader, quick: bool) -> Result:
         if pending is not None and pending.first_token is not None:
             loaded.append(pending.ttft)
             pending = None
+            unloaded.append(high(idle))
         if pending is None and time.perf_counter() >= next_at:
-            pending = high()
+            pending = load.submit(load.fresh_prompt(64), 8, "high", priority_class=0)
             next_at += 1.0
         load.step()
         steps += 1
