@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -36,9 +35,8 @@ def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-@contextmanager
-def model_forms(name: str, gguf: Path | None) -> Iterator[Model]:
-    """The model in all forms; lasts as long as the context, since one folder is made of links for the occasion.
+def model_forms(name: str, gguf: Path | None) -> Model:
+    """The model in all forms, converted first if need be.
 
     Args:
         gguf: the published file; ``None`` takes the one that was pulled for a registry name.
@@ -55,20 +53,30 @@ def model_forms(name: str, gguf: Path | None) -> Iterator[Model]:
     head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     bfloat16_bytes = (prepared.path / "model.safetensors").stat().st_size
     quantized = prepared.path / "quantized.safetensors"
-    with tempfile.TemporaryDirectory(prefix="race-model-") as temporary:
-        # Other servers load every weight file that lies in a folder: they get one without our quantised blocks.
-        for file in prepared.path.iterdir():
-            if file != quantized:
-                Path(temporary, file.name).symlink_to(file)
-        yield Model(
-            name=name,
-            folder=Path(temporary),
-            gguf=gguf,
-            vocab_size=int(config["vocab_size"]),
-            quantized_bytes=quantized.stat().st_size if quantized.is_file() else bfloat16_bytes,
-            bfloat16_bytes=bfloat16_bytes,
-            kv_bytes_per_token=2 * 2 * config["num_hidden_layers"] * config["num_key_value_heads"] * head_dim,
-        )
+    return Model(
+        name=name,
+        folder=_folder_for_others(prepared, quantized),
+        gguf=gguf,
+        vocab_size=int(config["vocab_size"]),
+        quantized_bytes=quantized.stat().st_size if quantized.is_file() else bfloat16_bytes,
+        bfloat16_bytes=bfloat16_bytes,
+        kv_bytes_per_token=2 * 2 * config["num_hidden_layers"] * config["num_key_value_heads"] * head_dim,
+    )
+
+
+def _folder_for_others(prepared: store.PreparedModel, quantized: Path) -> Path:
+    """Links to the prepared folder's files but our quantised blocks: other servers load every weight file they see.
+
+    It stays where it is, since a server may keep what it compiled under the path of the model.
+    """
+    folder = cache_root() / "race" / prepared.name
+    folder.mkdir(parents=True, exist_ok=True)
+    for link in folder.iterdir():
+        link.unlink()
+    for file in prepared.path.iterdir():
+        if file != quantized:
+            (folder / file.name).symlink_to(file)
+    return folder
 
 
 class Fleet:

@@ -21,8 +21,11 @@ from benchmarks.peers.process import Need, Server
 
 ROWS = (*load_rows(), "8", "9")
 
+WARM_UP = 4
+"""Conversations that each server gets before a row's first round."""
+
 SLOW_START = 15.0
-"""Seconds beyond which a server's start is not repeated for row 8: those that the run saw anyway count."""
+"""Seconds beyond which row 8 takes one start of a server instead of one for each round."""
 
 
 class Race:
@@ -83,10 +86,15 @@ class Race:
             say(f"row {row.number}, round {number + 1}: {name:>5} {figures[main.name]:9.4g} {main.unit}")
         self.loads.append(load_average())
 
+    def warm_up(self, row: LoadRow, name: str) -> None:
+        """A little work of the row's kind that does not count: whatever is made ready on first use, is."""
+        work = row.make(self._prompts)
+        self._run_once(row, name, Work(work.timed[:WARM_UP], work.before))
+
     def _load_row(self, row: LoadRow) -> dict[str, list[Figures]]:
         names = [name for name in self.fleet.names if name == "ours" or name in row.peers]
-        for name in names:  # each server's first work of this kind is not counted
-            self._run_once(row, name, row.make(self._prompts))
+        for name in names:
+            self.warm_up(row, name)
         samples: dict[str, list[Figures]] = {name: [] for name in names}
         for number in range(self.rounds):
             self.round(row, samples, number)
@@ -107,31 +115,33 @@ class Race:
         samples: dict[str, list[Figures]] = {}
         for name in fleet.names:
             fleet.stop(name)
-            seen = fleet.start_seconds.get(name, [])
-            if not seen or min(seen) < SLOW_START:
-                seen = self._starts(name)
-            samples[name] = [{"seconds": statistics.median(seen)}]
-        line = {"title": "start to ready", "goal": "warm ≤5 s, beside the peers'", "metric": "seconds"}
+            samples[name] = [{"seconds": self._warm_start(name)}]
         cold = statistics.median(self._cold_start() for _ in range(self.rounds)) if "ours" in fleet.names else None
         return {
-            **line,
+            "title": "start to ready",
+            "goal": "warm ≤5 s, beside the peers'",
+            "metric": "seconds",
             **compare(Metric("seconds", "s", False), samples),
             "floor": None,
             "floor_share": None,
             "cold": {"unit": "s", "ours": None if cold is None else significant(cold)},
         }
 
-    def _starts(self, name: str) -> list[float]:
-        """Seconds of as many starts as there are rounds, or of one if that is slow.
+    def _warm_start(self, name: str) -> float:
+        """Median seconds of as many starts as there are rounds, or of a single one if that is slow.
 
-        One more comes first and is not counted: it may read files that nobody has read yet.
+        The first start of a run may read or compile what later ones find, so it does not count.
         """
+        fleet = self.fleet
         seconds: list[float] = []
-        while len(seconds) <= self.rounds and (not seconds or seconds[0] < SLOW_START):
-            server = self.fleet.start(name, self.fleet.launch(name, Need()))
+        has_been_started = name in fleet.start_seconds
+        while len(seconds) < self.rounds and not (seconds and seconds[0] > SLOW_START):
+            server = fleet.start(name, fleet.launch(name, Need()))
             server.stop()
-            seconds.append(server.start_seconds)
-        return seconds[1:] or seconds
+            if has_been_started:
+                seconds.append(server.start_seconds)
+            has_been_started = True
+        return statistics.median(seconds)
 
     def _cold_start(self) -> float:
         """Seconds with an empty cache folder: the GGUF file is converted and the kernels are compiled."""

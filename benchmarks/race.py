@@ -138,14 +138,13 @@ def main(
     wanted_rows, wanted_peers = names_in(rows, ROWS, "row"), names_in(peers, PEERS, "peer")
     seed = int.from_bytes(os.urandom(4), "little") if seed is None else seed
     try:
-        with model_forms(model, gguf) as forms:
-            fleet = Fleet(forms, ["ours", *wanted_peers], threads or usable_cores(), first_port)
-            try:
-                race = Race(fleet, rounds, seed)
-                race.measure_bandwidth()
-                result = report(race, {row: race.run(row) for row in wanted_rows}, wanted_peers, seed)
-            finally:
-                fleet.stop_all()
+        fleet = Fleet(model_forms(model, gguf), ["ours", *wanted_peers], threads or usable_cores(), first_port)
+        try:
+            race = Race(fleet, rounds, seed)
+            race.measure_bandwidth()
+            result = report(race, {row: race.run(row) for row in wanted_rows}, wanted_peers, seed)
+        finally:
+            fleet.stop_all()
     except (LoadError, Missing, ServerError) as error:
         raise click.ClickException(str(error)) from error
     click.echo(json.dumps(result) if as_json else table(result))

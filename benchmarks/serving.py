@@ -164,7 +164,8 @@ def main(
             "load_average": round(os.getloadavg()[0], 2),
         }
         if plot is not None:
-            draw(outcome, plot, f"{model} at {url}, {result['load']}")
+            load = f"{concurrency or 8} at once" if rate is None else f"{rate:g} conversations begun per second"
+            draw(outcome, plot, f"{model} at {url}: {load}")
     except (LoadError, PlotError) as error:
         raise click.ClickException(str(error)) from error
     except OSError as error:
