@@ -51,6 +51,9 @@ OFF_LOOP_CHARS = 32 * 1024
 OFF_LOOP_MESSAGES = 64
 """Longer texts and conversations are rendered and encoded in a thread, so that no stream waits for them."""
 
+QUEUE_RESERVE = 2
+"""Times the queue's limit that may wait at the very most, where many tenants each take their part of a full queue."""
+
 UNSTATED_OUTPUT_TOKENS = 512
 """Reserved from a tenant's tokens for an output whose length the request leaves open, until its end."""
 
@@ -136,7 +139,7 @@ class GenerationService:
             self._check(request)
         tenant = self.tenants.tenant(requests[0].principal.tenant)
         try:
-            self._check_queue(len(requests))
+            self._check_queue(tenant.name, len(requests))
             admissions = self.tenants.admit(tenant.name, [self._cost(request) for request in requests])
         except (RateLimitError, QueueFullError) as error:
             self.metrics.rejections[error.code] += 1
@@ -208,14 +211,17 @@ class GenerationService:
         request.sampling.validate(info.vocab_size)
         self._check_length(request)
 
-    def _check_queue(self, count: int) -> None:
-        waiting = self._engine.num_waiting
-        if waiting + count > self._max_queued:
-            raise QueueFullError(
-                f"{waiting} requests are waiting, and this server queues {self._max_queued} at most. "
-                "Try again shortly.",
-                retry_after=1.0,
-            )
+    def _check_queue(self, tenant: str, count: int) -> None:
+        """A full queue still takes in whoever has not had an equal part of it: a flood fills its own tenant's queue."""
+        waiting, limit = self._engine.num_waiting, self._max_queued
+        if waiting + count <= limit:
+            return
+        if waiting + count <= QUEUE_RESERVE * limit and self.tenants.has_queue_share(tenant, count, limit):
+            return
+        raise QueueFullError(
+            f"{waiting} requests are waiting, and this server queues {limit} at most. Try again shortly.",
+            retry_after=1.0,
+        )
 
     def _check_length(self, request: GenerationRequest) -> None:
         limit = self.context_length()

@@ -162,6 +162,14 @@ class TenantRegistry:
             raise self._refused(tenant, refusal)
         return [Admission(self, tenant, cost) for cost in costs]
 
+    def has_queue_share(self, tenant: str, count: int, places: int) -> bool:
+        """Whether ``count`` more waiting requests of a tenant stay within an equal part of so many places.
+
+        The part is that of all tenants that are waiting for something, this one included.
+        """
+        waiting = {name for name, account in self._accounts.items() if account.num_waiting} | {tenant}
+        return self.account(tenant).num_waiting + count <= places // len(waiting)
+
     def status(self, tenant: str) -> LimitStatus:
         """What is left of the limits per minute."""
         known = self._directory.tenant(tenant)

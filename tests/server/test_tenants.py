@@ -252,6 +252,56 @@ async def test_queue_length_counts_waiting_requests_only(house: House) -> None:
     assert (await batch).status == 200
 
 
+async def test_a_full_queue_is_full_for_whoever_filled_it(tiny_folder: Path) -> None:
+    """One tenant without a limit of its own fills the server's queue: it is refused, others get their equal part, and
+    all of them together never more than twice the queue.
+    """
+    registry = TenantRegistry(TenantStore(None), pepper=bytes(32), declared=Declared())
+    names = ("acme", "beta", "gamma", *(f"t{number}" for number in range(12)))
+    keys = {}
+    for name in names:
+        await registry.create_tenant(Tenant(name=name))
+        keys[name] = (await registry.new_key(name)).text
+    engine = FakeEngineClient(say("Hello!"), max_running=0)
+    async with live_server(tiny_folder, engine, tenants=registry, max_queued=8) as live:
+        house = House(live, registry, keys)
+        waiting: list[asyncio.Task[Reply]] = []
+
+        async def send(tenant: str, count: int) -> int:
+            """How many of so many requests are let in."""
+            before = registry.account(tenant).num_waiting
+            tasks = [asyncio.create_task(house.chat(tenant)) for _ in range(count)]
+            waiting.extend(tasks)
+            await eventually(
+                lambda: sum(t.done() for t in tasks) + registry.account(tenant).num_waiting - before == count
+            )
+            refused = [task.result() for task in tasks if task.done()]
+            assert {(r.status, r.error["code"]) for r in refused} <= {(429, "queue_full")}
+            return count - len(refused)
+
+        assert await send("acme", 20) == 8
+        assert await send("beta", 20) == 4
+        assert await send("acme", 1) == 0
+        assert await send("gamma", 20) == 2
+        assert sum([await send(name, 5) for name in names[3:]]) == 2
+        assert engine.num_waiting == 16
+        for task in waiting:
+            task.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+        await eventually(lambda: all(registry.account(name).num_waiting == 0 for name in names))
+
+
+async def test_keys_of_a_tenant_share_its_limits(house: House) -> None:
+    """Many keys make nobody many."""
+    await house.limit("acme", requests_per_minute=5, max_concurrent=3)
+    for number in range(4):
+        house.keys[f"acme {number}"] = (await house.registry.new_key("acme")).text
+    house.live.engine.script = say("Hello!", delay=0.05)
+    replies = await asyncio.gather(*(house.chat(name) for name in house.keys if name.startswith("acme")))
+    assert sorted(reply.status for reply in replies) == [200, 200, 200, 429, 429]
+    assert [(await house.chat(f"acme {number}")).status for number in range(4)] == [200, 200, 429, 429]
+
+
 async def test_tokens_are_settled_to_what_was_used(house: House) -> None:
     """A reservation of a whole minute is given back at the end but for the tokens used, failed requests included."""
     await house.limit("acme", tokens_per_minute=500)
@@ -372,6 +422,29 @@ async def test_revocation_closes_sockets(house: House) -> None:
         assert mine.ends[gen]["error"]["code"] == "key_revoked"
         assert (await other.reply(await other.send("ping")))["type"] == "pong"
     assert house.live.engine.submissions[0].aborted
+
+
+async def test_a_key_that_expires_ends_streams_and_sockets(house: House) -> None:
+    """Within a second of its time: the event stream gets the code, the socket's answer fails and it closes with 4401;
+    another key of the same tenant goes on.
+    """
+    house.live.engine.script = Script(ids("abcdefgh" * 60), delay=0.01)
+    house.keys["soon"] = (await house.registry.new_key("acme", expires=time.time() + 1.0)).text
+    stream = asyncio.create_task(house.chat("soon", stream=True, max_tokens=400))
+    other = asyncio.create_task(house.chat("acme", stream=True, max_tokens=200))
+    async with ws_client(house.live, additional_headers={"Authorization": f"Bearer {house.keys['soon']}"}) as client:
+        ack = await client.reply(await client.send("chat.send", content="hi"))
+        with pytest.raises(ConnectionClosed) as closed:
+            await client.until("never")
+        assert closed.value.rcvd is not None
+        assert closed.value.rcvd.code == 4401
+        assert client.ends[ack["gens"][0]["gen"]]["error"]["code"] == "key_revoked"
+    cut = await stream
+    assert json.loads(cut.events[-1])["error"]["code"] == "key_revoked"
+    assert len(cut.events) > 10
+    assert (await other).events[-1] == "[DONE]"
+    refused = await house.chat("soon")
+    assert (refused.status, refused.error["code"]) == (401, "key_expired")
 
 
 async def test_page_sessions_end_with_their_key(house: House) -> None:
