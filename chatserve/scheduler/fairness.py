@@ -23,6 +23,9 @@ CACHED_COST = 0.05
 QUANTUM_TOKENS = 1024.0
 """Virtual tokens by which a tenant must be ahead of a waiting one before it loses a slot to it."""
 
+SLACK_TOKENS = 128.0
+"""Virtual tokens that a tenant may be ahead of the next and still go first, to use a prefix before it is evicted."""
+
 OPERATOR = 0
 """Index of the operator, who is charged for what is published to several tenants."""
 

@@ -11,9 +11,12 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterator
+from typing import Any, TypeVar
 
-from chatserve.scheduler.fairness import Tenants
+from chatserve.scheduler.fairness import SLACK_TOKENS, Tenants
 from chatserve.scheduler.request import Request, Sequence
+
+_Entry = TypeVar("_Entry", bound=tuple[Any, ...])
 
 Rank = tuple[int, float, int, int, int]
 """Smaller runs first: (aged class, tenant's counter, aged priority, arrival, choice)."""
@@ -58,8 +61,32 @@ class _ClassQueue:
             return heap[0][3]
         return None
 
-    def pop(self, sequence: Sequence) -> None:
-        heapq.heappop(self._heaps[sequence.request.tenant])
+    def take(self, sequence: Sequence) -> None:
+        heap = self._heaps[sequence.request.tenant]
+        if heap[0][3] is sequence:
+            heapq.heappop(heap)
+        else:
+            heap[:] = [entry for entry in heap if entry[3] is not sequence]
+            heapq.heapify(heap)
+
+    def contenders(self, head: Sequence, most: int, waiting: set[Sequence]) -> list[Sequence]:
+        counters = self._tenants.counters
+        limit = counters[head.request.tenant] + SLACK_TOKENS
+        found: list[Sequence] = []
+        for _, tenant in _smallest(self._order, most):
+            if counters[tenant] > limit:
+                continue
+            priority: int | None = None
+            for *_, sequence in _smallest(self._heaps[tenant], most + 1):
+                if sequence is head or sequence not in waiting:
+                    continue
+                if priority is None:
+                    priority = head.request.priority if tenant == head.request.tenant else sequence.request.priority
+                if sequence.request.priority == priority:
+                    found.append(sequence)
+            if len(found) >= most:
+                break
+        return found[:most]
 
     def compact(self, waiting: set[Sequence]) -> None:
         for heap in self._heaps.values():
@@ -123,13 +150,21 @@ class WaitingQueue:
                 best, best_rank = head, rank
         return best
 
-    def pop(self, step: int) -> Sequence | None:
-        """Remove and return what `peek` shows."""
-        sequence = self.peek(step)
-        if sequence is not None:
-            self._classes[sequence.request.priority_class].pop(sequence)
-            self._waiting.discard(sequence)
-        return sequence
+    def take(self, sequence: Sequence) -> None:
+        """Remove a waiting sequence that is about to be tried."""
+        self._classes[sequence.request.priority_class].take(sequence)
+        self._waiting.discard(sequence)
+
+    def contenders(self, head: Sequence, most: int) -> list[Sequence]:
+        """Up to ``most`` sequences that could run before ``head`` at little cost to it.
+
+        They are of its class, of tenants no more than `SLACK_TOKENS` ahead of its own, and of no worse priority
+        within their tenant than those they would pass.
+
+        Args:
+            head: what `peek` shows.
+        """
+        return self._classes[head.request.priority_class].contenders(head, most, self._waiting)
 
     def rank(self, sequence: Sequence, step: int) -> Rank:
         """Where a waiting sequence stands at ``step``."""
@@ -140,3 +175,15 @@ class WaitingQueue:
 
     def _aged_priority(self, request: Request) -> int:
         return request.priority * self._ageing_steps + request.arrival_step
+
+
+def _smallest(heap: list[_Entry], most: int) -> Iterator[_Entry]:
+    """The ``most`` least entries of a heap in order, in O(most · log most)."""
+    frontier = [(heap[0], 0)] if heap else []
+    while frontier and most:
+        entry, at = heapq.heappop(frontier)
+        most -= 1
+        for child in (2 * at + 1, 2 * at + 2):
+            if child < len(heap):
+                heapq.heappush(frontier, (heap[child], child))
+        yield entry

@@ -93,7 +93,7 @@ class Sequence:
         admitted_step: logical time of the last admission.
         num_preemptions: how often it was sent back to the queue.
         missing: blocks it lacked when it was last refused; tried_step: when that was.
-        num_overtaken: admissions that passed it while it did not fit.
+        num_overtaken: admissions that passed it, because it did not fit or they had more in the cache.
     """
 
     __slots__ = (

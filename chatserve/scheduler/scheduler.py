@@ -317,6 +317,9 @@ class Scheduler:
     def _match(self, sequence: Sequence) -> Match:
         return self.manager.match(sequence.tokens.tobytes(), sequence.request.scopes, self.step)
 
+    def _num_cached(self, sequence: Sequence) -> int:
+        return self._match(sequence).num_tokens
+
     def _in_order(self, rows: Int32s) -> list[Sequence]:
         """The sequences of these rows, best class first, then in order of admission."""
         found = [sequence for row in rows.tolist() if (sequence := self.batch.sequences[row]) is not None]
@@ -444,7 +447,8 @@ class Scheduler:
                 break
             if below < math.inf and counters[first.request.tenant] >= below:
                 break
-            sequence = waiting.next()
+            is_tight = self.manager.pool.num_free * self.manager.block_size < len(first.tokens)
+            sequence = waiting.next(self._num_cached if is_tight else None)
             if sequence is None:
                 break
             if budget.left(sequence.request.tenant):

@@ -8,7 +8,7 @@ scheduler calls `begin`, then `next` until it is ``None``, answering each candid
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from chatserve.scheduler.fairness import Tenants
 from chatserve.scheduler.queue import WaitingQueue
@@ -79,8 +79,13 @@ class WaitingRoom:
             s for s in self._refused if retry_all or num_available >= s.missing or step - s.tried_step >= RETRY_STEPS
         ]
 
-    def next(self) -> Sequence | None:
-        """The next candidate, taken out of the room until it is answered for; ``None`` if nobody may be tried."""
+    def next(self, num_cached: Callable[[Sequence], int] | None = None) -> Sequence | None:
+        """The next candidate, taken out of the room until it is answered for; ``None`` if nobody may be tried.
+
+        Args:
+            num_cached: given when admitting somebody will cost others' cached blocks: of those who may go next
+                within fairness, the one with most tokens in the cache does, before it is they that are lost.
+        """
         while self._retries:
             sequence = self._retries.pop(0)
             if self._may_pass(sequence, len(self._refused)):
@@ -92,7 +97,20 @@ class WaitingRoom:
         head = self._queue.peek(self._step)
         if head is None or not self._may_pass(head, LOOKAHEAD - 1):
             return None
-        return self._queue.pop(self._step)
+        if num_cached is not None and head.num_overtaken < self._max_overtakes:
+            head = self._longest_prefix(head, num_cached)
+        self._queue.take(head)
+        return head
+
+    def _longest_prefix(self, head: Sequence, num_cached: Callable[[Sequence], int]) -> Sequence:
+        best, most = head, num_cached(head)
+        for sequence in self._queue.contenders(head, LOOKAHEAD):
+            cached = num_cached(sequence)
+            if cached > most and self._may_pass(sequence, LOOKAHEAD - 1):
+                best, most = sequence, cached
+        if best is not head:
+            head.num_overtaken += 1
+        return best
 
     def _may_pass(self, candidate: Sequence, most_ahead: int) -> bool:
         """Whether those who stand aside and rank before ``candidate`` are few enough and let it pass."""

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import heapq
+
 import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
 
 from chatserve.sampling_params import SamplingParams
-from chatserve.scheduler.fairness import Tenants
-from chatserve.scheduler.queue import WaitingQueue
+from chatserve.scheduler.fairness import SLACK_TOKENS, Tenants
+from chatserve.scheduler.queue import WaitingQueue, _smallest
 from chatserve.scheduler.request import Request, Sequence
 
 
@@ -18,13 +22,16 @@ class Line:
         self.queue = WaitingQueue(ageing_steps, self.tenants)
         self.count = 0
 
-    def arrive(self, *, step: int = 0, priority: int = 0, priority_class: int = 0, n: int = 1) -> Sequence:
+    def arrive(
+        self, *, step: int = 0, priority: int = 0, priority_class: int = 0, n: int = 1, tenant: str = ""
+    ) -> Sequence:
         self.count += 1
         request = Request(
             self.count,
             np.array([1], np.int32).tobytes(),
             SamplingParams(n=n, seed=0),
             (0,),
+            tenant=self.tenants.index(tenant),
             priority=priority,
             priority_class=priority_class,
         )
@@ -33,9 +40,15 @@ class Line:
         self.queue.push(sequence)
         return sequence
 
+    def pop(self, step: int = 0) -> Sequence | None:
+        sequence = self.queue.peek(step)
+        if sequence is not None:
+            self.queue.take(sequence)
+        return sequence
+
     def drain(self, step: int = 0) -> list[Sequence]:
         order = []
-        while (sequence := self.queue.pop(step)) is not None:
+        while (sequence := self.pop(step)) is not None:
             order.append(sequence)
         return order
 
@@ -55,7 +68,7 @@ def test_waiting_long_enough_beats_a_better_class_and_a_better_priority() -> Non
     line = Line(ageing_steps=100)
     old = line.arrive(step=0, priority_class=1)
     better = line.arrive(step=50, priority_class=0)
-    assert line.queue.pop(99) is better
+    assert line.pop(99) is better
     line.arrive(step=250, priority_class=0)
     assert line.queue.peek(250) is old
     by_priority = Line(ageing_steps=100)
@@ -69,7 +82,7 @@ def test_a_preempted_sequence_comes_back_to_its_old_place() -> None:
     line = Line()
     early = line.arrive()
     later = line.arrive()
-    assert line.queue.pop(0) is early
+    assert line.pop(0) is early
     line.queue.push(early)
     assert line.drain() == [early, later]
 
@@ -93,3 +106,35 @@ def test_removed_sequences_hold_no_memory_and_no_place() -> None:
     assert len(line.queue) == 1
     assert sum(1 for queue in line.queue._classes.values() for _ in queue) < 200
     assert line.drain() == [keep]
+
+
+def test_contenders_hurt_nobody() -> None:
+    """Only who is of the head's class, of a tenant within the slack, and of no worse priority may go before it."""
+    line = Line()
+    head = line.arrive(tenant="a")
+    own = [line.arrive(tenant="a") for _ in range(3)]
+    line.arrive(tenant="a", priority=1)
+    near = line.arrive(tenant="b")
+    line.arrive(tenant="far")
+    line.arrive(tenant="a", priority_class=1)
+    tenants = line.tenants
+    tenants.charge_computed(tenants.index("b"), int(SLACK_TOKENS))
+    tenants.charge_computed(tenants.index("far"), int(SLACK_TOKENS) + 1)
+    assert line.queue.peek(0) is head
+    assert line.queue.contenders(head, 8) == [*own, near]
+    assert line.queue.contenders(head, 2) == own[:2]
+    line.queue.take(own[1])
+    line.queue.remove(near)
+    assert line.queue.contenders(head, 8) == [own[0], own[2]]
+    line.queue.push(own[1])
+    assert line.queue.contenders(head, 8) == own
+
+
+@given(st.lists(st.integers(0, 30), max_size=40), st.integers(0, 50))
+def test_the_smallest_of_a_heap_come_in_order(values: list[int], most: int) -> None:
+    """Without taking the heap apart."""
+    heap = [(value,) for value in values]
+    heapq.heapify(heap)
+    before = list(heap)
+    assert list(_smallest(heap, most)) == sorted(before)[:most]
+    assert heap == before
