@@ -88,9 +88,11 @@ def stream(
 
     def deliver_to(writer: EventWriter, first: int, generation: Generation) -> None:
         def deliver(events: list[Event]) -> bool:
-            if not writer.ready:
+            if not writer.is_ready():
                 return False
-            if frames := _frames(encoder, first, generation, events):
+            if len(events) == 1 and encoder.is_plain and type(event := events[0]) is TextDelta:  # nearly always
+                writer.write_now(encoder.text(first + event.choice, event.text))
+            elif frames := _frames(encoder, first, generation, events):
                 writer.write_now(frames)
             return True
 
@@ -127,8 +129,6 @@ def stream(
 
 def _frames(encoder: ChunkEncoder, first: int, generation: Generation, events: Sequence[Event]) -> bytes:
     """Events of one generation whose choice 0 is number ``first`` of the response."""
-    if len(events) == 1 and type(item := events[0]) is TextDelta:  # nearly always
-        return encoder.delta(first + item.choice, item, generation.usage)
     frames: list[bytes] = []
     for item in events:
         if isinstance(item, TextDelta):

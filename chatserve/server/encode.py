@@ -79,6 +79,7 @@ class ChunkEncoder:
 
     Attributes:
         is_chat: choices open with a role.
+        is_plain: nothing but its text differs from one delta of a choice to the next.
         include_usage: other chunks say ``"usage": null`` and the last one tells the counts.
     """
 
@@ -92,6 +93,7 @@ class ChunkEncoder:
         self.is_chat = head.object == "chat.completion.chunk"
         self.include_usage = bool(options.include_usage)
         self._continuous_usage = bool(options.continuous_usage_stats)
+        self.is_plain = logprobs is None and not self._continuous_usage
         self._head = _encode(head)[:-1]
         self._logprobs = logprobs
         opening = b'"delta":{"content":' if self.is_chat else b'"text":'
@@ -108,10 +110,14 @@ class ChunkEncoder:
         choice = b'{"index":%d,"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}' % index
         return self._chunk(choice, usage)
 
+    def text(self, index: int, text: str) -> bytes:
+        """New text of a choice, where `is_plain`."""
+        return self._before[index] + _encode(text) + self._after
+
     def delta(self, index: int, delta: TextDelta, usage: Usage) -> bytes:
-        """New text of a choice."""
-        if self._logprobs is None and not self._continuous_usage:
-            return self._before[index] + _encode(delta.text) + self._after
+        """New text of a choice, with whatever else was asked for."""
+        if self.is_plain:
+            return self.text(index, delta.text)
         logprobs = b"null"
         if self._logprobs is not None:
             if self.is_chat:

@@ -143,7 +143,8 @@ class Generation:
                 events, self._pending = self._pending, []
                 return events
             if self._fault is not None:
-                raise self._fault
+                fault, self._fault = self._fault, None
+                raise fault
             if self._failure is not None:
                 raise self._failure
             if self._closed:

@@ -43,15 +43,11 @@ class ChunkedBody:
         self._flow = cycle.flow
         self._write = cycle.transport.write
 
-    @property
-    def ready(self) -> bool:
+    def is_ready(self) -> bool:
         cycle = self._cycle
-        return bool(
-            cycle.chunked_encoding  # decided when the response starts
-            and not self._flow.write_paused
-            and not cycle.disconnected
-            and not cycle.response_complete
-        )
+        if self._flow.write_paused or cycle.disconnected or cycle.response_complete:
+            return False
+        return cycle.chunked_encoding is True  # decided when the response starts
 
     def write(self, data: bytes) -> None:
         self._write(b"%x\r\n%b\r\n" % (len(data), data))

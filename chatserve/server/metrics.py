@@ -132,13 +132,9 @@ class ServerMetrics:
         self.answers_unspliceable = 0
         self.http_seconds: dict[str, Histogram] = {}
         self.histograms = {name: Histogram(edges) for name, (_, edges) in HISTOGRAMS.items()}
-        self._token_gaps = self.histograms["inter_token_latency_seconds"]
+        self.observe_token_gap = self.histograms["inter_token_latency_seconds"].observe
         self._last = EngineStats()
         self._before_restarts: Counter[str] = Counter()
-
-    def observe_token_gap(self, seconds: float, tokens: int) -> None:
-        """``tokens`` tokens came together, ``seconds`` after the ones before them."""
-        self._token_gaps.observe(seconds / tokens, tokens)
 
     def observe_generation(self, generation: Generation, reason: str) -> None:
         """A generation ended for ``reason`` (``stop``, ``length``, ``abort``, ``error``)."""

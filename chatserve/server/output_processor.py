@@ -134,7 +134,7 @@ class OutputProcessor:
         prompt_tokens: int,
         observe_gap: Callable[[float, int], None],
     ) -> None:
-        """``observe_gap(seconds, tokens)`` is told how long each group of tokens took after the one before."""
+        """``observe_gap(seconds, tokens)`` is told the time per token of each group, after the one before."""
         self.usage = Usage(prompt_tokens=prompt_tokens)
         self.num_open = num_choices
         self.failure: ChatserveError | None = None
@@ -156,6 +156,8 @@ class OutputProcessor:
 
         A choice's end token and its `Finished` arrive in one call, which is how the token is known to be one.
         """
+        if len(events) == 1 and type(event := events[0]) is Delta:  # nearly always
+            return self._process_token(event, now)
         out: list[Event] = []
         done: list[Event] = []
         touched: dict[int, int] = {}  # choice -> tokens in this call
@@ -183,10 +185,42 @@ class OutputProcessor:
         for index, num_tokens in touched.items():
             choice = self._choices[index]
             if choice.last_token_at:
-                self._observe_gap(now - choice.last_token_at, num_tokens)
+                self._observe_gap((now - choice.last_token_at) / num_tokens, num_tokens)
             choice.last_token_at = now
         self.num_open -= len(done)
         return out + done if done else out
+
+    def _process_token(self, event: Delta, now: float) -> list[Event]:
+        """`process` for one token and nothing else."""
+        choice = self._choices[event.choice]
+        if choice.done is not None:
+            return []
+        if choice.last_token_at:
+            self._observe_gap(now - choice.last_token_at, 1)
+        choice.last_token_at = now
+        pending = choice.pending
+        try:
+            if choice.stops is not None or event.logprobs is not None or pending.token_ids:
+                self._push(choice, event, None)
+            else:
+                self.usage.completion_tokens += 1
+                token_id = event.token_id
+                text = choice.detokenizer.push(token_id)
+                choice.ids.append(token_id)
+                if text:
+                    choice.parts.append(text)
+                    return [TextDelta(event.choice, text, [token_id], [])]
+                pending.token_ids.append(token_id)
+                return []
+        except ChatserveError as error:
+            self.failure = error
+        out: list[Event] = []
+        if pending.text or (choice.done is not None and pending.logprobs):
+            out.append(choice.take())
+        if choice.done is not None:
+            self.num_open -= 1
+            out.append(choice.done)
+        return out
 
     def _push(self, choice: _Choice, event: Delta, stop_token: int | None) -> None:
         self.usage.completion_tokens += 1

@@ -8,6 +8,7 @@ engine: whoever calls `serve` has started the `EngineClient` and closes it after
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import signal
 import socket
@@ -79,6 +80,9 @@ async def serve(
         server = DrainingServer(context)
         if on_listening is not None:
             on_listening(url_of(listener))
+        # What is there now lives as long as the process: the collector need not walk it again between two tokens.
+        gc.collect()
+        gc.freeze()
         await server.serve(sockets=[listener])
     finally:
         listener.close()

@@ -38,8 +38,7 @@ BODY_KEY = "chatserve.body"
 class BodyWriter(Protocol):
     """Pieces of one response's body, straight to its connection: what ASGI's ``send`` does, without its detours."""
 
-    @property
-    def ready(self) -> bool:
+    def is_ready(self) -> bool:
         """Whether `write` may be called: the response has started and goes on, and its reader keeps up."""
         ...
 
@@ -57,6 +56,7 @@ class EventWriter:
     """The sending half of one stream; `write` waits while the client's buffer is full, so memory is bounded.
 
     Attributes:
+        is_ready: whether `write_now` may be called just now: there is a short way, and the reader keeps up.
         last_sent: loop time of the last byte handed over.
         blocked_since: loop time since which a write waits for the reader, if one does.
     """
@@ -67,20 +67,15 @@ class EventWriter:
             body: a shorter way to the connection than ``send``, once the response has started.
         """
         self._send = send
-        self._body = body
+        self.is_ready: Callable[[], bool] = bool if body is None else body.is_ready
+        self._write_body = (lambda _: None) if body is None else body.write
         self._time = asyncio.get_running_loop().time
         self.last_sent = self._time()
         self.blocked_since: float | None = None
 
-    @property
-    def ready(self) -> bool:
-        """Whether `write_now` may be called: there is a short way, and the reader keeps up."""
-        return self._body is not None and self._body.ready
-
     def write_now(self, data: bytes) -> None:
-        """Send whole frames, at least one, without waiting; only while `ready`."""
-        assert self._body is not None
-        self._body.write(data)
+        """Send whole frames, at least one, without waiting; only while `is_ready` says so."""
+        self._write_body(data)
         self.last_sent = self._time()
 
     async def write(self, data: bytes) -> None:

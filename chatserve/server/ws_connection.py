@@ -23,6 +23,7 @@ from chatserve.server import ws_protocol as wire
 from chatserve.server.errors import internal_error
 from chatserve.server.ws_generation import LiveGeneration
 from chatserve.server.ws_protocol import Close
+from chatserve.server.ws_transport import text_frames
 from chatserve.server.ws_writer import MAX_PENDING_BYTES, SlowConsumerError, Writer
 from chatserve.sessions.conversation import new_id
 from chatserve.tenancy.directory import key_revoked
@@ -88,6 +89,7 @@ class Connection:
             websocket.send_text,
             send_timeout=context.config.server.send_timeout,
             max_pending_bytes=limits.max_pending_bytes,
+            frames=text_frames(websocket.scope),
         )
         self._answers: list[LiveGeneration] = []
         self._greeted = False

@@ -28,6 +28,7 @@ class LiveGeneration:
         num_bytes: length of the text in UTF-8.
         num_tokens: tokens behind the text.
         seq: number of the last append, from 0.
+        last_append: its text.
         token_ids: ids behind the text, as they came.
         terminal: `Done` or `Failed`, set once; nothing is appended after it.
     """
@@ -41,6 +42,7 @@ class LiveGeneration:
         self.num_bytes = 0
         self.num_tokens = 0
         self.seq = -1
+        self.last_append = ""
         self.token_ids: list[int] = []
         self.queued: wire.Queued | None = None
         self.started: wire.Started | None = None
@@ -76,6 +78,7 @@ class LiveGeneration:
         self.num_tokens += len(token_ids)
         self.token_ids += token_ids
         self.seq += 1
+        self.last_append = text
         self._wake()
 
     def set_queued(self, queued: wire.Queued) -> None:
@@ -99,11 +102,10 @@ class LiveGeneration:
         self.token_ids = []
         self._wake()
 
-    def watch(self, wake: Callable[[], None]) -> Watch:
-        """A new reader, from the beginning of the log; ``wake`` is called on news."""
+    def watch(self, wake: Callable[[Watch], None]) -> Watch:
+        """A new reader, from the beginning of the log; ``wake`` is called with it on news."""
         watch = Watch(self, wake)
         self._watches.append(watch)
-        wake()
         return watch
 
     def _unwatch(self, watch: Watch) -> None:
@@ -112,13 +114,13 @@ class LiveGeneration:
 
     def _wake(self) -> None:
         for watch in self._watches:
-            watch.wake()
+            watch.wake(watch)
 
 
 class Watch:
     """One socket's place in one log."""
 
-    def __init__(self, generation: LiveGeneration, wake: Callable[[], None]) -> None:
+    def __init__(self, generation: LiveGeneration, wake: Callable[[Watch], None]) -> None:
         self.generation = generation
         self.wake = wake
         self.done = False
@@ -156,17 +158,28 @@ class Watch:
             self._shown_started = True
             messages.append(log.started)
         if log.end > self._offset:
-            num_tokens = log.num_tokens - self._shown_tokens
-            messages.append(wire.Delta(log.gen, log.seq, self._offset, log.end, log.text(self._offset), num_tokens))
-            self._offset = log.end
-            self._shown_bytes = log.num_bytes
-            self._shown_tokens = log.num_tokens
-            self._not_before = now + FLUSH_INTERVAL
+            messages.append(self._take_text(log.text(self._offset), now))
         if log.terminal is not None:
             messages.append(log.terminal)
             self.done = True
             self.stop()
         return messages
+
+    def take_append(self, now: float) -> wire.Delta | None:
+        """The text of the last append, if that is all there is and it may be sent now."""
+        log = self.generation
+        if self._offset == log.end - len(log.last_append) and self._shown_started and now >= self._not_before:
+            return self._take_text(log.last_append, now) if log.last_append and log.terminal is None else None
+        return None
+
+    def _take_text(self, text: str, now: float) -> wire.Delta:
+        log = self.generation
+        delta = wire.Delta(log.gen, log.seq, self._offset, log.end, text, log.num_tokens - self._shown_tokens)
+        self._offset = log.end
+        self._shown_bytes = log.num_bytes
+        self._shown_tokens = log.num_tokens
+        self._not_before = now + FLUSH_INTERVAL
+        return delta
 
     def stop(self) -> None:
         """Stop watching. Idempotent."""

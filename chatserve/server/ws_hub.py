@@ -29,7 +29,15 @@ from chatserve.errors import (
 )
 from chatserve.server import ws_protocol as wire
 from chatserve.server.errors import internal_error
-from chatserve.server.generation import ChoiceDone, Generation, GenerationRequest, PromptStarted, TextDelta, Usage
+from chatserve.server.generation import (
+    ChoiceDone,
+    Event,
+    Generation,
+    GenerationRequest,
+    PromptStarted,
+    TextDelta,
+    Usage,
+)
 from chatserve.server.ws_generation import LiveGeneration
 from chatserve.server.ws_params import parse_params
 from chatserve.server.ws_timing import Stopwatch
@@ -71,6 +79,22 @@ class Turn:
         self.stopwatches = [Stopwatch() for _ in answers]
         self.closing: set[str] = set()
         self.task: asyncio.Task[None] | None = None
+
+    def append(self, delta: TextDelta) -> None:
+        """Write the log of an answer that has not begun to end."""
+        live = self.answers[delta.choice]
+        if live.gen not in self.closing:
+            self.stopwatches[delta.choice].tokens(len(delta.token_ids))
+            live.append(delta.text, delta.token_ids)
+
+    def deliver(self, events: Sequence[Event]) -> bool:
+        """Take events that are text only; see `Generation.deliver_to`."""
+        if not all(type(event) is TextDelta for event in events):
+            return False
+        for event in events:
+            assert isinstance(event, TextDelta)
+            self.append(event)
+        return True
 
     @property
     def open_answers(self) -> list[LiveGeneration]:
@@ -224,6 +248,7 @@ class ChatHub:
     async def _run(self, turn: Turn) -> None:
         """Write the logs until every answer has ended."""
         generation = turn.generation
+        generation.deliver_to(turn.deliver)
         failure: ChatserveError | None = None
         queue_task = asyncio.create_task(self._tell_position(turn))
         try:
@@ -232,11 +257,8 @@ class ChatHub:
                     if isinstance(event, PromptStarted):
                         queue_task.cancel()
                         self._note_start(turn, event)
-                    elif turn.answers[event.choice].gen in turn.closing:
-                        continue
                     elif isinstance(event, TextDelta):
-                        turn.stopwatches[event.choice].tokens(len(event.token_ids))
-                        turn.answers[event.choice].append(event.text, event.token_ids)
+                        turn.append(event)
                     else:
                         await self._close(turn, turn.answers[event.choice], done=event)
         except ChatserveError as error:

@@ -350,6 +350,11 @@ def encode(message: ServerMessage) -> str:
     return _ENCODER.encode(message).decode()
 
 
+def encode_bytes(message: ServerMessage) -> bytes:
+    """The same in UTF-8."""
+    return _ENCODER.encode(message)
+
+
 def error_body(error: ChatserveError) -> ErrorBody:
     """The wire form of an error."""
     info = error_info(error)

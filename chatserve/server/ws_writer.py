@@ -11,11 +11,24 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable
+from typing import Protocol
 
 from chatserve.server import ws_protocol as wire
 from chatserve.server.ws_generation import LiveGeneration, Watch
 
 MAX_PENDING_BYTES = 2**20
+
+
+class TextFrames(Protocol):
+    """A connection that takes text frames at once."""
+
+    def is_ready(self) -> bool:
+        """Whether `write_text` may be called: the connection is open, and its reader keeps up."""
+        ...
+
+    def write_text(self, payload: bytes) -> None:
+        """Send one frame, UTF-8. Never waits."""
+        ...
 
 
 class SlowConsumerError(Exception):
@@ -29,6 +42,7 @@ class Writer:
         send_text: sends one text frame; may wait for the peer to read.
         send_timeout: seconds one frame may wait.
         max_pending_bytes: UTF-8 bytes that may be waiting, over all answers and control frames.
+        frames: a shorter way for an answer's next text, taken while nothing is waiting and nothing has to wait.
     """
 
     def __init__(
@@ -37,8 +51,12 @@ class Writer:
         *,
         send_timeout: float,
         max_pending_bytes: int = MAX_PENDING_BYTES,
+        frames: TextFrames | None = None,
     ) -> None:
         self._send_text = send_text
+        self._frames = frames
+        self._parked = False
+        self._time = asyncio.get_running_loop().time
         self._send_timeout = send_timeout
         self._max_pending_bytes = max_pending_bytes
         self._control: deque[str] = deque()
@@ -64,7 +82,8 @@ class Writer:
     def watch(self, generation: LiveGeneration) -> None:
         """Send a generation's news from now on; once per socket."""
         if all(watch.generation is not generation for watch in self._watches):
-            self._watches.append(generation.watch(self._news))
+            self._watches.append(generation.watch(self._news_of))
+            self._news()
 
     async def flushed(self) -> None:
         """Wait until nothing is waiting to be sent."""
@@ -78,7 +97,9 @@ class Writer:
         """
         loop = asyncio.get_running_loop()
         while True:
+            self._parked = True
             await self._wake.wait()
+            self._parked = False
             self._wake.clear()
             await self._write_control()
             delays = []
@@ -103,6 +124,16 @@ class Writer:
         for watch in self._watches:
             watch.stop()
         self._watches = []
+
+    def _news_of(self, watch: Watch) -> None:
+        """Send a usual piece of text from here; leave everything else to `run`."""
+        frames = self._frames
+        if frames is not None and self._parked and not self._wake.is_set() and frames.is_ready():
+            delta = watch.take_append(self._time())
+            if delta is not None:
+                frames.write_text(wire.encode_bytes(delta))
+                return
+        self._news()
 
     def _news(self) -> None:
         self._idle.clear()

@@ -191,7 +191,7 @@ async def test_a_fault_inside_is_a_500_without_its_inside(
             assert (reply.status, reply.error["code"]) == (500, "internal_error")
             assert "secret" not in reply.body.decode()
     with monkeypatch.context() as patch:
-        patch.setattr("chatserve.server.encode.ChunkEncoder.delta", explode)
+        patch.setattr("chatserve.server.encode.ChunkEncoder.text", explode)
         reply = await live.chat(stream=True)
         assert reply.status == 200
         assert "internal_error" in reply.events[-1]
