@@ -204,7 +204,33 @@ async def test_connection_lost_and_found(chrome: Browser, folder: Path) -> None:
         await ask(page, "new")
         await page.wait("document.querySelectorAll('.message').length === 4")
         assert await answer(page) == "again"
+        rows = "[...document.querySelectorAll('#messages > li')].map((row) => row.classList[0])"
+        assert await page.run(rows) == ["message", "message", "divider", "message", "message"]
     assert await page.violations() == []
+
+
+async def test_a_reload_keeps_the_chat(chrome: Browser, folder: Path) -> None:
+    """The text is there again, and the next message carries on the same conversation."""
+    engine = FakeEngineClient(say("first"))
+    async with live_server(folder, engine) as live, open_page(chrome, live) as page:
+        await ask(page, "one")
+        assert await answer(page) == "first"
+        await page.run("window.before = true")
+        await page.run("void setTimeout(() => location.reload())")
+        await page.wait("window.before === undefined && document.querySelectorAll('.message').length === 2")
+        assert await page.text(".assistant .body") == "first"
+        engine.script = say("second")
+        await ask(page, "two")
+        await page.wait("document.querySelectorAll('.message').length === 4")
+        assert await answer(page) == "second"
+        await page.click("#new-chat")
+        await page.run("window.before = true")
+        await page.run("void setTimeout(() => location.reload())")
+        await page.wait("window.before === undefined")
+        await page.wait(READY)
+        assert await page.run("document.querySelectorAll('.message').length") == 0
+    assert "one" in engine.submissions[1].text
+    assert "first" in engine.submissions[1].text
 
 
 async def test_a_dropped_connection_in_the_middle_of_an_answer(chrome: Browser, folder: Path) -> None:

@@ -1,11 +1,13 @@
-// The page: wires the reader's actions, the connection, the state and the view together. Holds the one mutable
-// variable, the current state; everything it knows how to do is in the other modules.
+// The page: wires the reader's actions, the connection, the state and the view together. Holds what changes: the
+// current state, and what is left of it after a reload; everything it knows how to do is in the other modules.
 // @ts-check
 import { Connection } from "./connection.js";
+import { recall, remember } from "./memory.js";
 import { initialState, openAnswer, place, reduce, unwanted } from "./reducer.js";
 import { View, byId } from "./view.js";
 
 let state = initialState();
+let kept = recall(sessionStorage); // of this tab before it was reloaded; shown once the server has said who is asking
 const view = new View({ onIdea: (text) => submit(text), onRetry: retry });
 const input = byId("input");
 const coarse = matchMedia("(pointer: coarse)").matches;
@@ -22,6 +24,10 @@ function dispatch(event) {
 
 /** @param {any} message */
 function onMessage(message) {
+  if (message.type === "welcome" && kept !== null) {
+    if (kept.tenant === message.tenant) dispatch({ type: "recall", kept });
+    kept = null;
+  }
   const gone = unwanted(state, message);
   dispatch({ type: "server", message });
   for (const gen of gone) connection.command("gen.cancel", { gen });
@@ -98,6 +104,7 @@ input.addEventListener("keydown", (/** @type {KeyboardEvent} */ event) => {
 document.addEventListener("keydown", (event) => {
   if (event.key === "Escape" && !event.isComposing && !byId("login").open) stop();
 });
+addEventListener("pagehide", () => kept === null && remember(sessionStorage, state));
 byId("settings-toggle").addEventListener("click", () => {
   const panel = byId("settings");
   panel.hidden = !panel.hidden;

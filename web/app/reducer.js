@@ -7,7 +7,7 @@ import { applyDelta } from "./text.js";
 /**
  * @typedef {object} Message
  * @property {string} key stable for the view
- * @property {"user" | "assistant"} role
+ * @property {"user" | "assistant" | "divider"} role a divider says that the server knows nothing of what is above it
  * @property {string} text
  * @property {number} have code points of text, as the server counts
  * @property {"sending" | "queued" | "running" | "done" | "stopped" | "failed"} state
@@ -25,6 +25,7 @@ import { applyDelta } from "./text.js";
  * @property {"connecting" | "open" | "lost" | "login" | "closed"} connection
  * @property {{text: string, bad: boolean} | null} notice
  * @property {string} model
+ * @property {string | null} tenant
  * @property {string | null} boot
  * @property {string | null} conv
  * @property {string | null} pending id of the send that is not answered yet
@@ -34,7 +35,7 @@ import { applyDelta } from "./text.js";
 
 /** @returns {State} */
 export function initialState() {
-  return { connection: "connecting", notice: null, model: "", boot: null, conv: null, pending: null, cancelled: false, messages: [] };
+  return { connection: "connecting", notice: null, model: "", tenant: null, boot: null, conv: null, pending: null, cancelled: false, messages: [] };
 }
 
 /** @param {State} state @returns {Message | null} the answer that is being written or waited for */
@@ -81,6 +82,8 @@ export function reduce(state, event) {
       return server(state, event.message);
     case "connection":
       return connection(state, event);
+    case "recall":
+      return { ...state, boot: event.kept.boot, conv: event.kept.conv, messages: event.kept.messages };
     case "cancel-pending":
       return { ...state, cancelled: true };
     case "drop-failed":
@@ -130,14 +133,11 @@ function server(state, received) {
 /** @param {State} state @param {any} received @returns {State} */
 function welcome(state, received) {
   const forgotten = state.boot !== null && state.boot !== received.server.boot && state.conv !== null;
-  return {
-    ...state,
-    connection: "open",
-    model: received.server.model,
-    boot: received.server.boot,
-    conv: forgotten ? null : state.conv,
-    notice: forgotten ? { text: "The server was restarted and has forgotten this conversation. Your next message starts a new one.", bad: false } : null,
-  };
+  const next = { ...state, connection: /** @type {const} */ ("open"), model: received.server.model, tenant: received.tenant, boot: received.server.boot, notice: null };
+  if (!forgotten) return next;
+  const divider = message(`forgotten/${received.server.boot}`, "divider", { text: "The server was restarted. What is above is not part of the chat any more." });
+  const notice = { text: "The server was restarted and has forgotten this conversation. Your next message starts a new one.", bad: false };
+  return { ...next, conv: null, notice, messages: [...state.messages.map((m) => ({ ...m, id: null })), divider] };
 }
 
 /** @param {State} state @param {any} ack @returns {State} */
@@ -198,7 +198,7 @@ function isOpen(m) {
   return m.state === "sending" || m.state === "queued" || m.state === "running";
 }
 
-/** @param {string} key @param {"user" | "assistant"} role @param {Partial<Message>} fields @returns {Message} */
+/** @param {string} key @param {Message["role"]} role @param {Partial<Message>} fields @returns {Message} */
 function message(key, role, fields) {
   return { key, role, text: "", have: 0, state: "done", id: null, gen: null, error: null, position: 0, usage: null, timings: null, tokens: 0, ...fields };
 }

@@ -100,7 +100,7 @@ export class View {
     messages.forEach((message, index) => {
       let row = this.rows.get(message.key);
       if (row === undefined) {
-        row = { item: message.role === "user" ? userRow() : answerRow(), message: null, markdown: null };
+        row = { item: newRow(message.role), message: null, markdown: null };
         if (message.role === "assistant") row.markdown = new MarkdownView(part(row.item, ".body"));
         this.rows.set(message.key, row);
         byId("messages").append(row.item);
@@ -108,6 +108,7 @@ export class View {
       if (row.message !== message) {
         row.message = message;
         if (message.role === "user") setText(part(row.item, ".body"), message.text);
+        else if (message.role === "divider") setText(row.item, message.text);
         else this.drawAnswer(row, message, index === messages.length - 1);
       }
     });
@@ -162,6 +163,12 @@ export class View {
     this.drawPill();
     byId("input").focus();
   }
+}
+
+/** @param {"user" | "assistant" | "divider"} role */
+function newRow(role) {
+  if (role === "divider") return make("li", "divider");
+  return role === "user" ? userRow() : answerRow();
 }
 
 function userRow() {

@@ -76,6 +76,9 @@ test("a restarted server has forgotten the conversation, and the reader is told"
   assert.equal(state.conv, null);
   assert.match(state.notice.text, /forgotten/);
   assert.deepEqual(place(state, ""), {});
+  assert.deepEqual(state.messages.map((m) => m.role), ["user", "assistant", "divider"]);
+  const failed = run([{ type: "send", id: "2", text: "New" }, from({ type: "ack", re: "2", conv: "c2", user_msg: "u2", gens: [{ gen: "g2", msg: "m2" }] }), from({ type: "gen.failed", gen: "g2", end: 0, error: { message: "no" } }), { type: "drop-failed" }], state);
+  assert.deepEqual(place(failed, ""), { conv: "c2", parent: null }, "nothing above the divider is a parent any more");
 });
 
 test("unknown messages and unknown generations change nothing", () => {
