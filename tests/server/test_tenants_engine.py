@@ -12,6 +12,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from chatserve.config import CacheConfig, SchedulerConfig
 from chatserve.engine.client import EngineClient
@@ -27,6 +28,7 @@ from tests.server.live import LiveServer, Reply, live_server
 
 pytestmark = pytest.mark.asyncio
 
+ADMIN = "admin-key"
 TENANTS = ("acme", "beta", "gamma")
 COUNTED = {
     "prompt_tokens": "prompt_tokens",
@@ -35,6 +37,53 @@ COUNTED = {
     "generated_tokens": "generation_tokens",
 }
 """Field of `Usage` → field of `EngineStats` that it sums up to."""
+
+
+REPORTED = {
+    "vllm:prompt_tokens_total": "prompt_tokens",
+    "vllm:generation_tokens_total": "generation_tokens",
+    "vllm:prefix_cache_hits_total": "prefix_hit_tokens",
+    "vllm:prefix_cache_queries_total": "prefix_query_tokens",
+    "vllm:num_preemptions_total": "preemptions",
+    "chatserve:computed_prompt_tokens_total": "computed_prompt_tokens",
+    "chatserve:aborts_total": "aborts",
+}
+"""Metric → field of `EngineStats` that it reports."""
+
+
+class Watcher:
+    """Reads the metrics again and again: counters only rise, and no gauge leaves its bounds (vllm#10583).
+
+    Attributes:
+        now: the sum of each series as it was last read, by metric.
+    """
+
+    def __init__(self, house: House) -> None:
+        self._house = house
+        self._seen: dict[str, float] = {}
+        self.now: dict[str, float] = {}
+        self.num_looks = 0
+
+    async def watch(self) -> None:
+        while True:
+            await self.look()
+            await asyncio.sleep(0.02)
+
+    async def look(self) -> None:
+        reply = await self._house.live.get("/metrics", Authorization=f"Bearer {ADMIN}")
+        assert reply.status == 200
+        self.now = {}
+        self.num_looks += 1
+        for family in text_string_to_metric_families(reply.body.decode()):
+            for sample in family.samples:
+                series = f"{sample.name}{sorted(sample.labels.items())}"
+                assert sample.value >= 0, series
+                self.now[sample.name] = self.now.get(sample.name, 0.0) + sample.value
+                if family.type in ("counter", "histogram"):
+                    assert sample.value >= self._seen.get(series, 0.0), f"{series} fell"
+                    self._seen[series] = sample.value
+                elif sample.name.endswith("_perc"):
+                    assert sample.value <= 1, series
 
 
 class House:
@@ -87,7 +136,7 @@ async def house_over(folder: Path, *, num_blocks: int = 96) -> AsyncIterator[Hou
     for name in TENANTS:
         await registry.create_tenant(Tenant(name=name))
         keys[name] = (await registry.new_key(name)).text
-    async with live_server(folder, engine, tenants=registry) as live:  # type: ignore[arg-type]
+    async with live_server(folder, engine, tenants=registry, admin_key=ADMIN) as live:  # type: ignore[arg-type]
         yield House(live, engine, registry, keys)
 
 
@@ -101,7 +150,10 @@ async def test_books_equal_the_engines_counters(tiny_folder: Path, monkeypatch: 
     async with house_over(tiny_folder) as house:
         await house.registry.update_tenant("gamma", {"limits": TenantLimits(max_concurrent=2)})
 
+        cached_by_clients = 0
+
         async def one() -> str:
+            nonlocal cached_by_clients
             tenant, prompt = rng.choice(TENANTS), "abcdefgh" * rng.randrange(1, 9) + str(rng.randrange(20))
             fields = {"max_tokens": rng.randrange(1, 120), "n": rng.choice((1, 1, 3)), "stream": rng.random() < 0.5}
             task = asyncio.create_task(house.complete(tenant, prompt, **fields))
@@ -113,7 +165,10 @@ async def test_books_equal_the_engines_counters(tiny_folder: Path, monkeypatch: 
                 task.cancel()
                 await asyncio.gather(task, return_exceptions=True)
                 return "left"
-            return str(task.result().status)
+            reply = task.result()
+            if reply.status == 200 and not fields["stream"]:
+                cached_by_clients += reply.json["usage"]["prompt_tokens_details"]["cached_tokens"]
+            return str(reply.status)
 
         async def storm(count: int, *, kill: bool) -> list[str]:
             tasks = []
@@ -124,7 +179,12 @@ async def test_books_equal_the_engines_counters(tiny_folder: Path, monkeypatch: 
                     os.kill(house.engine.info.pid, signal.SIGKILL)
             return await asyncio.gather(*tasks)
 
-        outcomes = await storm(60, kill=False)
+        watcher = Watcher(house)
+        watching = asyncio.create_task(watcher.watch())
+        # Four choices that do not fit the pool together: preemptions, however slowly clients come.
+        crowded = await house.complete("acme", "a b c d", n=4, max_tokens=110, ignore_eos=True, temperature=1)
+        cached_by_clients += crowded.json["usage"]["prompt_tokens_details"]["cached_tokens"]
+        outcomes = [str(crowded.status), *await storm(60, kill=False)]
         stats = await house.rest()
         assert stats.preemptions > 0
         assert stats.prefix_hit_tokens > 0
@@ -160,6 +220,16 @@ async def test_books_equal_the_engines_counters(tiny_folder: Path, monkeypatch: 
             assert (account.num_open, account.num_waiting, account.reserved) == (0, 0, 0), name
         state = await house.engine.state()
         assert state.recounted_held == 0
+        watching.cancel()
+        await asyncio.gather(watching, return_exceptions=True)
+        await watcher.look()
+        assert watcher.num_looks > 20
+        # At rest every number is the truth: the pool's own counts, the engine's of both lives, the clients' cached.
+        assert watcher.now["vllm:kv_cache_usage_perc"] == state.stats.blocks_held / state.stats.blocks_total == 0
+        assert watcher.now["vllm:num_requests_running"] == watcher.now["vllm:num_requests_waiting"] == 0
+        for metric, field in REPORTED.items():
+            assert watcher.now[metric] == getattr(last, field) + getattr(state.stats, field), metric
+        assert watcher.now["vllm:prefix_cache_hits_total"] == sums.cached_tokens >= cached_by_clients > 0
         print(f"{len(outcomes)} requests: {sums}, {stats.preemptions} preemptions after the restart")
 
 
