@@ -56,7 +56,7 @@ def model_forms(name: str, gguf: Path | None) -> Model:
     return Model(
         name=name,
         folder=_folder_for_others(prepared, quantized),
-        gguf=gguf,
+        gguf=gguf.absolute(),
         vocab_size=int(config["vocab_size"]),
         quantized_bytes=quantized.stat().st_size if quantized.is_file() else bfloat16_bytes,
         bfloat16_bytes=bfloat16_bytes,
@@ -69,13 +69,13 @@ def _folder_for_others(prepared: store.PreparedModel, quantized: Path) -> Path:
 
     It stays where it is, since a server may keep what it compiled under the path of the model.
     """
-    folder = cache_root() / "race" / prepared.name
+    folder = (cache_root() / "race" / prepared.name).absolute()
     folder.mkdir(parents=True, exist_ok=True)
     for link in folder.iterdir():
         link.unlink()
     for file in prepared.path.iterdir():
         if file != quantized:
-            (folder / file.name).symlink_to(file)
+            (folder / file.name).symlink_to(file.absolute())
     return folder
 
 

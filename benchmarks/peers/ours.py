@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 from benchmarks.peers.process import CONTEXT_TOKENS, Launch, Model, Need
 
+CHECKOUT = Path(__file__).parent.parent.parent
 BLOCK_TOKENS = 16
 QUANTIZATION = {"published": "auto", "bfloat16": "none"}
 
@@ -18,4 +20,4 @@ def launch(model: Model, need: Need, port: int, threads: int, source: str | None
     command += ["--quantization", QUANTIZATION[need.weights]]
     if need.kv_tokens is not None:
         command += ["--num-gpu-blocks-override", str(need.kv_tokens // BLOCK_TOKENS)]
-    return Launch(command, port, threads, model.name, ready_path="/readyz")
+    return Launch(command, port, threads, model.name, ready_path="/readyz", folder=CHECKOUT)

@@ -84,6 +84,7 @@ class Launch:
         ready_path: answers 200 once requests are served.
         extra: what its bodies need beside OpenAI's fields.
         threads: compute threads it is told to use.
+        folder: where it is started. Python looks for packages there, so others do not start in this checkout.
     """
 
     command: list[str]
@@ -93,6 +94,7 @@ class Launch:
     environment: Mapping[str, str] = field(default_factory=dict)
     ready_path: str = "/health"
     extra: dict[str, Any] = field(default_factory=dict)
+    folder: Path = Path("/")
     patience: float = 400.0
 
 
@@ -117,6 +119,7 @@ class Server:
         self.process = subprocess.Popen(
             launch.command,
             env={**os.environ, **launch.environment},
+            cwd=launch.folder,
             stdin=subprocess.DEVNULL,
             stdout=self._log,
             stderr=subprocess.STDOUT,
@@ -209,7 +212,7 @@ def executable(variable: str, meaning: str) -> Path:
     value = os.environ.get(variable)
     if not value:
         raise Missing(f"set {variable} to {meaning}")
-    path = Path(value)
+    path = Path(value).absolute()
     if not (path.is_file() and os.access(path, os.X_OK)):
         raise ServerError(f"{variable} is {value}, which is no executable file")
     return path
