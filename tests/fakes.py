@@ -305,7 +305,9 @@ class FakeEngineClient:
                     for choice in sorted(stream.open)
                 ],
             )
+        self.stats = EngineStats()
         if ready_again:
+            self.restarts += 1
             self.set_ready(True)
 
     def set_ready(self, ready: bool) -> None:

@@ -134,6 +134,7 @@ class ServerMetrics:
         self.histograms = {name: Histogram(edges) for name, (_, edges) in HISTOGRAMS.items()}
         self.observe_token_gap = self.histograms["inter_token_latency_seconds"].observe
         self._last = EngineStats()
+        self._restarts = 0
         self._before_restarts: Counter[str] = Counter()
 
     def observe_generation(self, generation: Generation, reason: str) -> None:
@@ -172,23 +173,37 @@ class ServerMetrics:
             self.http_seconds[handler] = Histogram(HTTP_EDGES)
         self.http_seconds[handler].observe(seconds)
 
+    def observe_engine(self, stats: EngineStats, restarts: int) -> None:
+        """The newest counters of the engine that came after so many restarts; each counts from zero.
+
+        To be called at its end too: nobody may have asked for the metrics for a while.
+        """
+        if restarts != self._restarts or stats.steps < self._last.steps:
+            fields = {field for _, field in COUNTERS.values()}
+            self._before_restarts.update({field: getattr(self._last, field) for field in fields})
+        self._last, self._restarts = stats, restarts
+
     def render(
-        self, stats: EngineStats, tenants: Mapping[str, Usage], *, model_name: str, config_info: dict[str, str]
+        self,
+        stats: EngineStats,
+        tenants: Mapping[str, Usage],
+        *,
+        restarts: int = 0,
+        model_name: str,
+        config_info: dict[str, str],
     ) -> bytes:
         """The text exposition of everything, with the engine's last snapshot and tenants' sums by label."""
+        self.observe_engine(stats, restarts)
         registry = CollectorRegistry()
-        registry.register(_Snapshot(self._families(self._monotone(stats), stats, model_name, config_info)))
+        registry.register(_Snapshot(self._families(self._counters(stats), stats, model_name, config_info)))
         registry.register(_Snapshot(_tenant_families(tenants)))
         return generate_latest(registry)
 
     def _observe(self, name: str, value: float) -> None:
         self.histograms[name].observe(value)
 
-    def _monotone(self, stats: EngineStats) -> dict[str, float]:
+    def _counters(self, stats: EngineStats) -> dict[str, float]:
         fields = [field for _, field in COUNTERS.values()]
-        if stats.steps < self._last.steps:  # a new engine counts from zero
-            self._before_restarts.update({field: getattr(self._last, field) for field in set(fields)})
-        self._last = stats
         return {field: getattr(stats, field) + self._before_restarts[field] for field in fields}
 
     def _families(

@@ -98,6 +98,7 @@ def build_context(
     """All parts of one server; without ``tenants`` it keeps no state and knows the configured API keys only."""
     metrics, lifecycle = ServerMetrics(), Lifecycle()
     tenants = tenants or open_registry(api_keys=config.server.api_keys)
+    engine.on_ready_change(lambda _: metrics.observe_engine(engine.stats, engine.restarts))
     TenantSync(engine, tenants)
     service = GenerationService(
         engine, tokenizer, template, AnswerMemory(), config, tenants, metrics=metrics, lifecycle=lifecycle

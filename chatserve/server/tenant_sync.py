@@ -38,6 +38,8 @@ class TenantSync:
         self._declared: dict[str, tuple[float, float, float]] = {}
         self._names: set[str] = set()
         self._counted: dict[str, tuple[TenantState, float]] = {}  # of the engine that runs now, booked until when
+        self._restarts = engine.restarts
+        self._away = False
         self._purges: set[asyncio.Task[None]] = set()
         engine.on_tenants(self._book)
         engine.on_ready_change(self._ready_changed)
@@ -86,10 +88,14 @@ class TenantSync:
 
     def _book_blocks(self) -> None:
         """Book the blocks that everybody held until now: time passes without news."""
-        self._book([state for state, _ in self._counted.values()])
+        if not self._away:
+            self._book([state for state, _ in self._counted.values()])
 
     def _ready_changed(self, ready: bool) -> None:
-        """An engine that is gone holds nothing; the next one counts from zero."""
+        """An engine that is gone holds nothing, and the next one counts from zero; one that was only slow goes on."""
         if not ready:
             self._book_blocks()
+        elif self._engine.restarts != self._restarts:
+            self._restarts = self._engine.restarts
             self._counted.clear()
+        self._away = not ready

@@ -108,6 +108,27 @@ def test_counters_never_fall_when_the_engine_restarts() -> None:
     assert tokens(EngineStats(steps=4, generation_tokens=31)) == 131
 
 
+def test_no_count_is_lost_however_rarely_metrics_are_read() -> None:
+    """An engine dies and the next has run more steps than was last read of the first: both count, each once; one that
+    was only slow, and not ready for it, counts as one.
+    """
+    metrics = ServerMetrics()
+
+    def tokens(stats: EngineStats, restarts: int) -> float:
+        text = metrics.render(stats, {}, restarts=restarts, model_name="m", config_info={}).decode()
+        return float(next(line for line in text.splitlines() if line.startswith("vllm:generation_tokens")).split()[-1])
+
+    assert tokens(EngineStats(steps=10, generation_tokens=100), 0) == 100
+    metrics.observe_engine(EngineStats(steps=500, generation_tokens=5000), 0)  # its last word, when it was lost
+    assert tokens(EngineStats(steps=900, generation_tokens=9000), 1) == 14_000
+    metrics.observe_engine(EngineStats(steps=950, generation_tokens=9500), 1)  # not ready for a moment
+    metrics.observe_engine(EngineStats(steps=950, generation_tokens=9500), 1)
+    assert tokens(EngineStats(steps=960, generation_tokens=9600), 1) == 14_600
+    metrics.observe_engine(EngineStats(), 1)  # gone, and its successor is not there yet
+    assert tokens(EngineStats(), 1) == 14_600
+    assert tokens(EngineStats(steps=2000, generation_tokens=1), 2) == 14_601
+
+
 def test_histogram_buckets() -> None:
     """Upper edges are inclusive, counts cumulative."""
     histogram = Histogram((1.0, 2.0))

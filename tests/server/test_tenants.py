@@ -598,6 +598,22 @@ async def test_an_engine_that_dies_takes_no_count_with_it(house: House) -> None:
     assert seen.requests_failed == 2
 
 
+async def test_an_engine_that_was_only_slow_is_not_booked_twice(house: House) -> None:
+    """It is suspected, not ready for a moment, and goes on with the same counters: every token is in the books once."""
+    engine = house.live.engine
+    engine.count("acme", prompt=70, cached=20, generated=30, blocks=3)
+    for generated in (5, 7):
+        engine.set_ready(False)
+        await asyncio.sleep(0.02)
+        engine.set_ready(True)
+        engine.count("acme", generated=generated)
+    seen = house.usage("acme")
+    assert (seen.prompt_tokens, seen.cached_tokens, seen.computed_tokens, seen.generated_tokens) == (70, 20, 50, 42)
+    engine.die(ready_again=True)
+    engine.count("acme", generated=1)
+    assert house.usage("acme").generated_tokens == 43
+
+
 async def test_blocks_are_charged_by_the_second(house: House) -> None:
     """Held blocks count while they are held, also when nothing else happens; a dead engine holds none."""
     engine = house.live.engine

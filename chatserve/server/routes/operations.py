@@ -55,7 +55,11 @@ class Operations:
                 "cache_dtype": engine.dtype,
             }
         text = context.metrics.render(
-            context.engine.stats, context.tenants.ledger.totals(), model_name=context.model_name, config_info=info
+            context.engine.stats,
+            context.tenants.ledger.totals(),
+            restarts=context.engine.restarts,
+            model_name=context.model_name,
+            config_info=info,
         )
         return Response(text, media_type=CONTENT_TYPE_PLAIN_0_0_4)
 
