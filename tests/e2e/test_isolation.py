@@ -190,3 +190,22 @@ async def test_a_publication_is_shared_and_what_hangs_below_it_is_not(folder: Pa
                 if who is members:
                     for stranger in strangers:
                         assert await chat(stranger, f"{number}!", system, cache_salt=f"museum-{number}") == common
+
+
+async def test_what_publications_leave_no_room_for_is_a_bad_request(folder: Path) -> None:
+    """It would fit the pool, but not beside what is pinned: refused with the numbers, and not as a fault of ours."""
+    async with town_of(folder) as town:
+        caller = town.callers["acme"]
+        body = {"prompt": "x" * (NUM_BLOCKS * BLOCK - 40), "max_tokens": 20}
+        assert (await caller.post("/v1/completions", body)).status == 200
+        admin = {"Authorization": f"Bearer {ADMIN}"}
+        assert (await caller.live.post("/admin/prefixes", {"text": SYSTEM * 3}, **admin)).status == 201
+        reply = await caller.live.post("/v1/completions", body, Authorization=f"Bearer {caller.key}")
+        assert (reply.status, reply.error["code"]) == (400, "context_length_exceeded")
+        assert reply.error["type"] == "invalid_request_error"
+        assert str(NUM_BLOCKS * BLOCK - 20) in reply.error["message"]
+        streamed = await caller.live.post(
+            "/v1/completions", {**body, "stream": True}, Authorization=f"Bearer {caller.key}"
+        )
+        assert streamed.chunks[-1]["error"]["code"] == "context_length_exceeded"
+        assert (await caller.completion("a short one still fits")) == 0
