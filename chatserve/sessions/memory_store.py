@@ -1,4 +1,4 @@
-"""Conversations in memory, bounded in number and bytes; the least recently used one goes first.
+"""Conversations in memory, bounded in number and bytes; the tenant that has most of them loses its oldest first.
 
 Knows messages only. Not durable: a restart forgets everything, and clients are told by a new boot id. Called from one
 event loop, by the WebSocket hub; no method waits, so each is atomic.
@@ -25,6 +25,16 @@ class _Conversation:
         self.head = ""
 
 
+class _Shelf:
+    """What one tenant has: its conversations, least recently used first, and their bytes."""
+
+    __slots__ = ("num_bytes", "order")
+
+    def __init__(self) -> None:
+        self.order: OrderedDict[str, None] = OrderedDict()
+        self.num_bytes = 0
+
+
 class MemoryStore:
     """A `ConversationStore` without persistence.
 
@@ -40,7 +50,8 @@ class MemoryStore:
         self._max_conversations = max_conversations
         self._max_bytes = max_bytes
         self._max_messages = max_messages
-        self._conversations: OrderedDict[str, _Conversation] = OrderedDict()
+        self._conversations: dict[str, _Conversation] = {}
+        self._shelves: dict[str, _Shelf] = {}
         self._num_bytes = 0
 
     @property
@@ -57,6 +68,7 @@ class MemoryStore:
         conversation = _Conversation(tenant)
         self._insert(conversation, messages)
         self._conversations[identifier] = conversation
+        self._shelves[tenant].order[identifier] = None
         self._evict(keep=identifier)
         return identifier
 
@@ -103,7 +115,7 @@ class MemoryStore:
         conversation = self._conversations.get(identifier)
         if conversation is None or conversation.tenant != tenant:
             raise NotFoundError("No such conversation; it may have been forgotten. Start a new one.", param="conv")
-        self._conversations.move_to_end(identifier)
+        self._shelves[tenant].order.move_to_end(identifier)
         return conversation
 
     def _insert(self, conversation: _Conversation, messages: Sequence[Message]) -> None:
@@ -130,16 +142,27 @@ class MemoryStore:
 
     def _charge(self, conversation: _Conversation, num_bytes: int) -> None:
         conversation.num_bytes += num_bytes
+        self._shelves.setdefault(conversation.tenant, _Shelf()).num_bytes += num_bytes
         self._num_bytes += num_bytes
 
     def _evict(self, *, keep: str) -> None:
-        # The conversation in hand was touched last, so it is reached only when it is the only one left.
-        while len(self._conversations) > self._max_conversations or self._num_bytes > self._max_bytes:
-            identifier, conversation = next(iter(self._conversations.items()))
-            if identifier == keep:
+        """Make room, at the cost of whoever has most of what there is too much of; never of the one in hand."""
+        while (too_many := len(self._conversations) > self._max_conversations) or self._num_bytes > self._max_bytes:
+            shelves = [shelf for shelf in self._shelves.values() if len(shelf.order) > 1 or keep not in shelf.order]
+            if not shelves:
                 return
-            del self._conversations[identifier]
-            self._num_bytes -= conversation.num_bytes
+            fullest = max(shelves, key=lambda shelf: len(shelf.order) if too_many else shelf.num_bytes)
+            # The one in hand was touched last, so it is not the first of two.
+            self._remove(next(iter(fullest.order)))
+
+    def _remove(self, identifier: str) -> None:
+        conversation = self._conversations.pop(identifier)
+        shelf = self._shelves[conversation.tenant]
+        del shelf.order[identifier]
+        shelf.num_bytes -= conversation.num_bytes
+        self._num_bytes -= conversation.num_bytes
+        if not shelf.order:
+            del self._shelves[conversation.tenant]
 
 
 def _message(conversation: _Conversation, identifier: str) -> Message:

@@ -128,3 +128,30 @@ async def test_one_conversation_is_bounded_too() -> None:
     with pytest.raises(InvalidRequestError):
         await big.create(TENANT, [new_message("user", "x" * 2000, parent=None)])
     assert big.num_bytes == 0
+
+
+@pytest.mark.parametrize("limits", [{"max_conversations": 40}, {"max_bytes": 60_000}])
+async def test_a_flood_of_one_tenant_costs_others_nothing(limits: dict[str, int]) -> None:
+    """Room is made at the cost of whoever has most: its own oldest go, a quiet tenant's stay however old they are."""
+    store = MemoryStore(**limits)
+    quiet = [await store.create("quiet", turn(text="x" * 500)) for _ in range(5)]
+    flood = [await store.create("flood", turn(text="y" * 200)) for _ in range(500)]
+    assert len(store) < 200
+    for name in quiet:
+        await store.head("quiet", name)
+    await store.head("flood", flood[-1])
+    with pytest.raises(NotFoundError):
+        await store.head("flood", flood[0])
+    # Two that are alike share what there is.
+    other = [await store.create("other", turn(text="y" * 200)) for _ in range(500)]
+    kept = {"flood": 0, "other": 0}
+    for tenant, names in (("flood", flood), ("other", other)):
+        for name in names:
+            try:
+                await store.head(tenant, name)
+            except NotFoundError:
+                continue
+            kept[tenant] += 1
+    assert abs(kept["flood"] - kept["other"]) <= 1
+    assert len(store) == sum(kept.values()) + len(quiet)
+    assert sum(shelf.num_bytes for shelf in store._shelves.values()) == store.num_bytes
