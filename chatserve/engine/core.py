@@ -142,12 +142,21 @@ class EngineCore:
         for request_id in request_ids:
             self.scheduler.abort(request_id)
 
-    def step(self) -> StepFrame:
-        """Run one step. Raises only what the executor raises when it is unusable as a whole."""
+    def step(self, announce: Callable[[StepFrame], None] | None = None) -> StepFrame:
+        """Run one step. Raises only what the executor raises when it is unusable as a whole.
+
+        Args:
+            announce: is told before the step runs which requests have just started, where some have; without it the
+                step's own frame says so. A long prefill would else count as time in the queue.
+        """
         plan = self.scheduler.schedule()
         if plan is None:
             news = self.scheduler.requests.tell(StepNews())
         else:
+            if announce is not None:
+                started = tuple(each for each in self.scheduler.requests.take_started() if each.request_id >= 0)
+                if started:
+                    announce(StepFrame(step=self.scheduler.step, started=started))
             news = self.scheduler.update(self._executor.execute(plan))
             self._num_steps += 1
         return self._frame(news)

@@ -113,7 +113,7 @@ class EngineLoop:
 
     def _advance(self) -> None:
         begin = time.perf_counter()
-        frame = self._core.step()
+        frame = self._core.step(self._channel.send)
         end = time.perf_counter()
         self._busy_seconds += end - begin
         self._step = frame.step

@@ -94,9 +94,13 @@ class RequestBook:
             del self._open[request.request_id]
             self._tenants.leave(request.tenant)
 
+    def take_started(self) -> list[Started]:
+        """The untold starts, ahead of the step's other news."""
+        started, self._started = self._started, []
+        return started
+
     def tell(self, news: StepNews) -> StepNews:
         """Put the untold events into ``news``."""
-        news.started, news.finished = tuple(self._started), tuple(self._finished)
-        self._started.clear()
+        news.started, news.finished = tuple(self.take_started()), tuple(self._finished)
         self._finished.clear()
         return news
