@@ -28,6 +28,9 @@ SLICE_MATCHES = 10_000
 
 _STRUCTURE = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"?|[\[\]{},]', re.DOTALL)
 _PATH = re.compile(r"(.*?)(?: - at `\$?\.?([^`]*)`)?", re.DOTALL)
+_JSON_TYPES = {"str": "string", "int": "integer", "float": "number", "bool": "boolean"}
+_TYPE = re.compile(r"\b(?:str|int|float|bool)\b")
+_QUOTED = re.compile(r"`([^`]*)`")
 _MISSING = re.compile(r"Object missing required field `(.*)`")
 
 
@@ -107,6 +110,11 @@ def decode(body: bytes | msgspec.Raw, kind: type[T]) -> T:
         raise InvalidRequestError("The body is not valid JSON.") from None
 
 
+def json_words(rule: str) -> str:
+    """What msgspec says of a value, with JSON's names of types instead of Python's."""
+    return _QUOTED.sub(lambda quoted: _TYPE.sub(lambda name: _JSON_TYPES[name[0]], quoted[1]), rule)
+
+
 def _explain(message: str) -> tuple[str, str | None]:
     """The rule a value broke, and the field's path, from msgspec's message."""
     match = _PATH.fullmatch(message)
@@ -114,7 +122,7 @@ def _explain(message: str) -> tuple[str, str | None]:
     path = path.replace("[...]", "")
     if missing := _MISSING.fullmatch(rule):
         return "this field is required", f"{path}.{missing[1]}".removeprefix(".")
-    return rule.replace("`", ""), path or None
+    return json_words(rule), path or None
 
 
 async def wait_for_disconnect(receive: Receive) -> None:

@@ -15,6 +15,7 @@ import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from chatserve.errors import ChatserveError, InvalidRequestError
+from chatserve.server.body import json_words
 from chatserve.server.errors import error_info
 
 SUBPROTOCOL = "chatserve.v1"
@@ -126,7 +127,7 @@ def decode_envelope(text: str, max_depth: int) -> Envelope:
     try:
         return _ENVELOPE.decode(text)
     except (msgspec.MsgspecError, UnicodeError) as error:
-        raise MalformedFrameError(f"The frame is not a message of {SUBPROTOCOL}: {error}") from None
+        raise MalformedFrameError(f"The frame is not a message of {SUBPROTOCOL}: {json_words(str(error))}") from None
 
 
 def decode_command(envelope: Envelope, text: str) -> Command:
@@ -148,7 +149,7 @@ def decode_command(envelope: Envelope, text: str) -> Command:
         return decoder.decode(text)
     except (msgspec.MsgspecError, UnicodeError) as error:
         what, _, where = str(error).partition(" - at `$.")
-        raise InvalidRequestError(f"{what}.", param=where.rstrip("`") or None) from None
+        raise InvalidRequestError(f"{json_words(what)}.", param=where.rstrip("`") or None) from None
 
 
 def _too_deep(text: str, max_depth: int) -> bool:

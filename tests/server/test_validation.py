@@ -19,6 +19,7 @@ from chatserve.server.parse import parse_request
 from chatserve.server.unsupported import NO_OPS
 from chatserve.server.wire import ChatCompletionRequest, CompletionRequest
 from tests.server.live import HI, LiveServer, Reply
+from tests.server.ws_client import ws_client
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
@@ -395,3 +396,20 @@ def test_any_json_in_any_field_is_understood_or_refused(fields: dict[str, Any]) 
     content = msgspec.json.encode({"messages": HI, **fields})
     with contextlib.suppress(ChatserveError):
         assert parse_request(content, ChatCompletionRequest, "tiny")[0].messages
+
+
+@pytest.mark.asyncio
+async def test_types_are_named_as_json_names_them(live: LiveServer) -> None:
+    """Whoever sends JSON is told of strings and integers, over HTTP and over WebSocket; values are left alone."""
+    told = {
+        "max_tokens": ("seven", "Expected integer | null, got string"),
+        "temperature": ("hot", "Expected number | null, got string"),
+        "ignore_eos": (1, "Expected boolean | null, got integer"),
+    }
+    for field, (value, words) in told.items():
+        assert words in (await live.chat(**{field: value})).error["message"]
+    async with ws_client(live) as client:
+        refused = await client.call("chat.send", content=7)
+        assert refused["error"]["message"] == "Expected string, got integer."
+        refused = await client.call("chat.send", content="x", params={"max_tokens": "seven"})
+        assert "Expected integer | null, got string" in refused["error"]["message"]
