@@ -7,13 +7,16 @@ Errors of chatserve become one line on stderr and an exit status, never a traceb
 from __future__ import annotations
 
 import importlib
+import signal
 import sys
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import click
 
 from chatserve import __version__
 from chatserve.errors import ChatserveError, ConfigError
+
+INTERRUPTED = 128 + signal.SIGINT
 
 
 class _Subcommand(NamedTuple):
@@ -48,6 +51,14 @@ class LazyGroup(click.Group):
         command = getattr(importlib.import_module(module), attribute)
         assert isinstance(command, click.Command)
         return command
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Ctrl-C that no command has taken for itself ends with one line, and the status that shells expect."""
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            click.echo("\nInterrupted.", err=True)
+            ctx.exit(INTERRUPTED)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):

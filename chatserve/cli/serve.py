@@ -36,6 +36,8 @@ def serve(model: str | None, config: str | None, **given: object) -> None:
     Every flag can also be set as CHATSERVE_<FLAG>, or in the TOML file that --config names.
     """
     loaded = settings.load(given, os.environ, config)
+    for warning in loaded.warnings:
+        click.echo(f"Warning: {warning}", err=True)
 
     from chatserve.server.origin import check_bind
     from chatserve.tenancy.registry import open_tenants

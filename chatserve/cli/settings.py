@@ -6,6 +6,7 @@ tables of `chatserve.cli.flags`; does not start anything. Called by ``chatserve 
 
 from __future__ import annotations
 
+import difflib
 import re
 import tomllib
 from collections.abc import Mapping
@@ -22,6 +23,21 @@ _SUFFIXES = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "K": 2**10, "M": 2
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)([kmgtKMGT])(?:iB|B)?")
 _AT = re.compile(r"(?P<problem>.*?)(?: - at `\$\.?(?P<path>.*)`)?", re.DOTALL)
 
+_PREFIX = "CHATSERVE_"
+_OTHER_VARIABLES = (
+    "CHATSERVE_CONFIG",
+    "CHATSERVE_MODEL",
+    "CHATSERVE_HOME",
+    "CHATSERVE_KEY_PEPPER",
+    "CHATSERVE_CPU_ISA",
+    "CHATSERVE_URL",
+    "CHATSERVE_TEST",
+)
+"""Read in other places than the table of flags."""
+
+_FOREIGN_VARIABLE = re.compile(r"CHATSERVE_(?:SERVICE|PORT|PEER|BENCH|SCRIPT|VENV|E2E)(?:_|$)")
+"""Kubernetes' words for a Service named chatserve, and those of the scripts and benchmarks of a checkout."""
+
 
 class Settings(msgspec.Struct, frozen=True):
     """What the user asked for.
@@ -29,11 +45,13 @@ class Settings(msgspec.Struct, frozen=True):
     Attributes:
         model: name, file, folder or hub id, if a file or variable names one (the command line argument wins).
         origins: dotted path of each value that is not a default → where it came from, for people to read.
+        warnings: sentences about variables that have no effect.
     """
 
     config: Config
     model: str | None
     origins: dict[str, str]
+    warnings: tuple[str, ...] = ()
 
 
 def load(flags: Mapping[str, object], environ: Mapping[str, str], config_file: str | None) -> Settings:
@@ -67,7 +85,20 @@ def load(flags: Mapping[str, object], environ: Mapping[str, str], config_file: s
     if model is not None and not isinstance(model, str):
         raise ConfigError(f"model must be text, not {model!r} ({origins['model']}).")
     origins.pop("model", None)
-    return Settings(_convert(values, origins), model, origins)
+    return Settings(_convert(values, origins), model, origins, _unknown_variables(environ))
+
+
+def _unknown_variables(environ: Mapping[str, str]) -> tuple[str, ...]:
+    """A sentence for each variable that looks like ours and is none."""
+    known = {*_OTHER_VARIABLES, *(setting.variable for setting in SETTINGS)}
+    known |= {variable(unsupported.flag) for unsupported in UNSUPPORTED}
+    warnings = []
+    for name in sorted(environ):
+        if not name.startswith(_PREFIX) or name in known or _FOREIGN_VARIABLE.match(name):
+            continue
+        near = difflib.get_close_matches(name.removeprefix(_PREFIX), (k.removeprefix(_PREFIX) for k in known), n=1)
+        warnings.append(f"{name} is no setting and has no effect." + (f" Is {_PREFIX}{near[0]} meant?" if near else ""))
+    return tuple(warnings)
 
 
 def presets_folder() -> Path:

@@ -193,3 +193,17 @@ def test_ctrl_c_ends_it_in_order(server: Server) -> None:
     assert server.process.wait(20) == 0
     assert not is_alive(engine)
     assert "Traceback" not in server.output
+
+
+def test_ctrl_c_while_it_loads_is_one_line(folder: Path) -> None:
+    """Before it listens, too: one word, the status that shells expect, no traceback, and no engine left behind."""
+    with Server(folder) as server:
+        wait(lambda: bool(server.engine_pids()))
+        children = server.engine_pids()
+        server.process.send_signal(signal.SIGINT)
+        assert server.process.wait(20) in (0, 130)
+        server._reader.join(5)
+        assert not {"Aborted!", "Traceback"} & {word for line in server.lines for word in line.split()}
+        if server.process.returncode:
+            assert server.lines[-1] == "Interrupted.\n"
+    wait(lambda: not any(map(is_alive, children)), 5)

@@ -184,9 +184,19 @@ def test_config_show_prints_what_it_can_read_back_and_no_key(tmp_path: Path) -> 
     assert (again.server.port, again.server.ui, again.engine.scheduler.max_num_seqs) == (99, False, 3)
     assert again.engine.threads == 2
     told = CliRunner().invoke(config_command, [*arguments, "--origins"], env={"CHATSERVE_THREADS": "2"})
-    assert "port = 99  # flag --port" in told.output
-    assert "threads = 2  # environment CHATSERVE_THREADS" in told.output
-    assert "block_size = 16  # default" in told.output
+    assert "port = 99  # --port; flag --port" in told.output
+    assert "threads = 2  # --threads; environment CHATSERVE_THREADS" in told.output
+    assert "block_size = 16  # --block-size; default" in told.output
+    assert "\ndrain_timeout = 30.0  # --shutdown-timeout\n" in plain.output, "the flag where it has another name"
+
+
+def test_variables_that_are_none_of_ours_are_named() -> None:
+    """A typing error is told with the nearest name; what the system or our own scripts set is not."""
+    harmless = {"CHATSERVE_HOME": "/x", "CHATSERVE_PORT_8000_TCP": "tcp://10.0.0.1:8000", "CHATSERVE_SERVICE_HOST": "h"}
+    assert settings.load({}, {**harmless, "CHATSERVE_THREADS": "2", "OTHER": "x"}, None).warnings == ()
+    typo, other = settings.load({}, {**harmless, "CHATSERVE_THREAD": "2", "CHATSERVE_ZZZ": ""}, None).warnings
+    assert typo == "CHATSERVE_THREAD is no setting and has no effect. Is CHATSERVE_THREADS meant?"
+    assert other == "CHATSERVE_ZZZ is no setting and has no effect."
 
 
 def test_the_configuration_crosses_to_the_engine_unchanged() -> None:
