@@ -13,11 +13,11 @@ from typing import Any
 from benchmarks import _bandwidth
 from benchmarks._api_cost import STREAMS, measure_api_cost
 from benchmarks._fleet import Fleet, load_average, say
-from benchmarks._load import Summary, run_load
+from benchmarks._load import LoadError, Summary, run_load
 from benchmarks._race_rows import PEERS, Figures, LoadRow, Metric, Work, compare, line_of, load_rows, significant
 from benchmarks._workload import Prompts
 from benchmarks.peers import ours
-from benchmarks.peers.process import Need, Server
+from benchmarks.peers.process import Need, Server, ServerError
 
 ROWS = (*load_rows(), "8", "9")
 
@@ -35,6 +35,7 @@ class Race:
         loads: load average after each round.
         speeds: the best of each read loop so far, bytes per second.
         client_us: microseconds of this process's CPU per token, for each measurement.
+        failures: what went wrong, by row and server; the row goes on without that server.
     """
 
     def __init__(self, fleet: Fleet, rounds: int, seed: int) -> None:
@@ -43,6 +44,7 @@ class Race:
         self.loads: list[float] = []
         self.speeds: dict[str, float] = {}
         self.client_us: list[float] = []
+        self.failures: dict[str, str] = {}
         self._prompts = Prompts(fleet.model.vocab_size, seed)
         self._loops = _bandwidth.read_loops()
 
@@ -80,25 +82,41 @@ class Race:
         names = list(samples)
         shift = number % len(names)
         for name in names[shift:] + names[:shift]:
-            figures = self._run_once(row, name, work)
+            figures = self._try_once(row, name, work)
+            if figures is None:
+                del samples[name]
+                continue
             samples[name].append(figures)
             main = row.metrics[0]
             say(f"row {row.number}, round {number + 1}: {name:>5} {figures[main.name]:9.4g} {main.unit}")
         self.loads.append(load_average())
 
-    def warm_up(self, row: LoadRow, name: str) -> None:
-        """A little work of the row's kind that does not count: whatever is made ready on first use, is."""
+    def warm_up(self, row: LoadRow, name: str) -> bool:
+        """A little work of the row's kind that does not count: whatever is made ready on first use, is.
+
+        Returns:
+            Whether the server could do it.
+        """
         work = row.make(self._prompts)
-        self._run_once(row, name, Work(work.timed[:WARM_UP], work.before))
+        return self._try_once(row, name, Work(work.timed[:WARM_UP], work.before)) is not None
 
     def _load_row(self, row: LoadRow) -> dict[str, list[Figures]]:
         names = [name for name in self.fleet.names if name == "ours" or name in row.peers]
-        for name in names:
-            self.warm_up(row, name)
-        samples: dict[str, list[Figures]] = {name: [] for name in names}
+        samples: dict[str, list[Figures]] = {name: [] for name in names if self.warm_up(row, name)}
         for number in range(self.rounds):
-            self.round(row, samples, number)
+            if samples:
+                self.round(row, samples, number)
         return samples
+
+    def _try_once(self, row: LoadRow, name: str, work: Work) -> Figures | None:
+        """`_run_once`, or ``None`` with the failure noted and the server stopped, for it may be in any state."""
+        try:
+            return self._run_once(row, name, work)
+        except (LoadError, OSError, ServerError) as error:
+            self.failures[f"{row.number}, {name}"] = str(error)
+            say(f"row {row.number} goes on without {name}: {error}")
+            self.fleet.stop(name)
+            return None
 
     def _run_once(self, row: LoadRow, name: str, work: Work) -> Figures:
         target = self.fleet.get(name, row.need).target

@@ -45,6 +45,7 @@ def report(race: Race, results: dict[str, Any], peers: list[str], seed: int) -> 
     return {
         "rows": race.lines(results),
         "missing": fleet.missing,
+        "failures": race.failures,
         "not_asked": [name for name in PEERS if name not in peers],
         "servers": {
             name: {
@@ -96,6 +97,8 @@ def table(result: dict[str, Any]) -> str:
             lines.append(text)
     for name, reason in result["missing"].items():
         lines.append(f"{name} is missing: {reason}")
+    for where, reason in result["failures"].items():
+        lines.append(f"row {where} FAILED: {reason}")
     for name in result["not_asked"]:
         lines.append(f"{name} was not asked for")
     for name, server in result["servers"].items():
@@ -148,6 +151,8 @@ def main(
     except (LoadError, Missing, ServerError) as error:
         raise click.ClickException(str(error)) from error
     click.echo(json.dumps(result) if as_json else table(result))
+    if result["failures"]:
+        raise click.exceptions.Exit(1)
 
 
 if __name__ == "__main__":

@@ -149,6 +149,22 @@ def test_the_report_has_every_row_and_says_who_was_missing() -> None:
     assert "vllm was not asked for" in text
 
 
+def test_a_row_goes_on_without_a_server_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half an hour of measuring does not end because one peer dies; the failure is in the report."""
+    race = Race(Fleet(MODEL, ["ours"], threads=2), rounds=2, seed=0)
+    race.fleet.names = ["ours", "llama"]
+    monkeypatch.setattr(race, "measure_bandwidth", lambda: None)
+
+    def run_once(row: object, name: str, work: object) -> dict[str, float]:
+        if name == "llama":
+            raise ServerError("illegal instruction")
+        return {"end_to_end": 3.0}
+
+    monkeypatch.setattr(race, "_run_once", run_once)
+    assert race.run("1") == {"ours": [{"end_to_end": 3.0}] * 2}
+    assert race.failures == {"1, llama": "illegal instruction"}
+
+
 def test_a_server_is_waited_for_paused_and_ended_with_its_children() -> None:
     port = free_port()
     server = Server("test", sleeper(SERVE.format(port=port), port))
