@@ -280,6 +280,10 @@ class GenerationService:
         if not request.continues_prompt and text and self.tokenizer.special_ids.isdisjoint(token_ids):
             self._answers.remember(request.scopes[-1], text, token_ids.tobytes())
 
+    def forget(self, tenant: str) -> None:
+        """Forget the ids behind a tenant's answers, as its cache is forgotten."""
+        self._answers.forget(tenant)
+
     def release(self, generation: Generation, reason: str) -> None:
         """A generation has ended; only `Generation` calls this."""
         self._running.discard(generation)

@@ -51,3 +51,9 @@ class AnswerMemory:
         if token_ids is not None:
             self._answers.move_to_end(key)
         return token_ids
+
+    def forget(self, tenant: str) -> None:
+        """Forget everything remembered in a tenant's private scopes."""
+        gone = [key for key in self._answers if key[0].kind == "tenant" and key[0].owner == tenant]
+        for key in gone:
+            self._num_tokens -= len(self._answers.pop(key)) // BYTES_PER_TOKEN

@@ -130,8 +130,10 @@ async def test_explain_and_purge_are_about_oneself(town: Town) -> None:
     assert answer["differs_at"] == answer["cached_tokens"]["device"]
     assert "you" in answer["around"]
     assert (await town.explain("beta", "When do you open on Mondays?")).json["miss"] == "never_seen"
+    assert len(town.live.context.service._answers) > 0
     gone = await town.live.request("DELETE", "/v1/cache", headers={"Authorization": f"Bearer {town.keys['acme']}"})
     assert gone.json["device_blocks"] > 0
+    assert not len(town.live.context.service._answers)
     assert (await town.explain("acme", "When do you open on Mondays?")).json["miss"] == "never_seen"
     assert await town.chat("acme", "When do you open on Mondays?") == 0
 

@@ -72,3 +72,15 @@ def test_what_cannot_fit_or_match_is_not_kept() -> None:
     assert memory.recall(ONE, "a") == ids(4)
     assert memory.recall(ONE, "b") is None
     assert memory.recall(ONE, "") is None
+
+
+def test_a_purge_forgets_one_tenant() -> None:
+    """With all its salts; others' answers, and the count of tokens, stay right."""
+    memory = AnswerMemory()
+    salted = Scope("tenant", "one", salt="x")
+    for scope, count in ((ONE, 3), (salted, 4), (TWO, 5), (Scope("public"), 6)):
+        memory.remember(scope, "a", ids(count))
+    memory.forget("one")
+    assert memory.recall(ONE, "a") is memory.recall(salted, "a") is None
+    assert memory.recall(TWO, "a") == ids(5)
+    assert (len(memory), memory.num_tokens) == (2, 11)

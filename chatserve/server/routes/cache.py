@@ -107,7 +107,9 @@ class CacheEndpoints:
 
     async def purge(self, request: Request) -> Response:
         """Forget everything the caller's tenant has cached, on both tiers, and zero the memory."""
-        reply = await self._context.engine.purge(request_info(request.scope).principal.tenant)
+        tenant = request_info(request.scope).principal.tenant
+        self._context.service.forget(tenant)
+        reply = await self._context.engine.purge(tenant)
         return json_response(Purged(reply.device_blocks, reply.host_blocks))
 
 
