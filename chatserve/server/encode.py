@@ -83,6 +83,20 @@ class ChunkEncoder:
         include_usage: other chunks say ``"usage": null`` and the last one tells the counts.
     """
 
+    __slots__ = (
+        "_after",
+        "_after_text",
+        "_before",
+        "_continuous_usage",
+        "_head",
+        "_logprobs",
+        "_offsets",
+        "_tail",
+        "include_usage",
+        "is_chat",
+        "is_plain",
+    )
+
     def __init__(self, head: ChunkHead, num_choices: int, *, options: StreamOptions, logprobs: int | None) -> None:
         """
         Args:

@@ -125,6 +125,8 @@ class OutputProcessor:
         failure: set once when a choice cannot be finished; nothing after it counts.
     """
 
+    __slots__ = ("_choices", "_observe_gap", "_options", "_tokenizer", "failure", "num_open", "usage")
+
     def __init__(
         self,
         tokenizer: Tokenizer,

@@ -61,6 +61,8 @@ class EventWriter:
         blocked_since: loop time since which a write waits for the reader, if one does.
     """
 
+    __slots__ = ("_send", "_time", "_write_body", "blocked_since", "is_ready", "last_sent")
+
     def __init__(self, send: Send, body: BodyWriter | None = None) -> None:
         """
         Args:

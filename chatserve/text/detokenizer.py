@@ -18,6 +18,8 @@ _new_utf8_decoder = codecs.getincrementaldecoder("utf-8")
 class IncrementalDetokenizer:
     """Decodes one stream of ids. Invalid bytes become U+FFFD once they can no longer become anything else."""
 
+    __slots__ = ("_between_characters", "_decoder", "_hidden", "_leading_spaces", "_token_bytes", "_whole_texts")
+
     def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True, continues_text: bool = False) -> None:
         """
         Args:
