@@ -24,6 +24,9 @@ ROWS = (*load_rows(), "8", "9")
 WARM_UP = 4
 """Conversations that each server gets before a row's first round."""
 
+START_NEED = Need(streams=16, context=1024)
+"""What servers are started with in row 8: memory for ordinary use."""
+
 SLOW_START = 15.0
 """Seconds beyond which row 8 takes one start of a server instead of one for each round."""
 
@@ -154,7 +157,7 @@ class Race:
         seconds: list[float] = []
         has_been_started = name in fleet.start_seconds
         while len(seconds) < self.rounds and not (seconds and seconds[0] > SLOW_START):
-            server = fleet.start(name, fleet.launch(name, Need()))
+            server = fleet.start(name, fleet.launch(name, START_NEED))
             server.stop()
             if has_been_started:
                 seconds.append(server.start_seconds)
@@ -165,8 +168,8 @@ class Race:
         """Seconds with an empty cache folder: the GGUF file is converted and the kernels are compiled."""
         fleet = self.fleet
         with tempfile.TemporaryDirectory(prefix="race-cold-") as home:
-            warm = fleet.launch("ours", Need())
-            cold = ours.launch(fleet.model, Need(), warm.port, fleet.threads, source=str(fleet.model.gguf))
+            port = fleet.launch("ours", START_NEED).port
+            cold = ours.launch(fleet.model, START_NEED, port, fleet.threads, source=str(fleet.model.gguf))
             server = Server("ours, cold", dataclasses.replace(cold, environment={"CHATSERVE_HOME": home}))
             server.stop()
             say(f"ours, cold, is ready after {server.start_seconds:.2f} s")
@@ -175,7 +178,7 @@ class Race:
     def _api_row(self) -> dict[str, Any]:
         fleet = self.fleet
         fleet.stop("ours")
-        port = fleet.launch("ours", Need()).port
+        port = fleet.launch("ours", START_NEED).port
         costs = [measure_api_cost(fleet.model, self._prompts, port) for _ in range(self.rounds)]
         cost = significant(statistics.median(cost.us_per_token for cost in costs))
         return {
