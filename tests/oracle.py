@@ -18,7 +18,7 @@ import numpy.typing as npt
 from chatserve.config import EngineConfig
 from chatserve.engine.protocol import EngineInfo
 from chatserve.sampling_params import SamplingParams
-from chatserve.scheduler.output import ModelRunnerOutput, NewSequence, SampleLogprobs, SchedulerOutput
+from chatserve.scheduler.output import ModelRunnerOutput, NewSequence, SampleLogprobs, SchedulerOutput, SharedRuns
 
 U64 = npt.NDArray[np.uint64]
 
@@ -142,6 +142,8 @@ class OracleExecutor:
         tokens = np.frombuffer(plan.token_ids, np.int32)
         if len(set(rows.tolist())) != len(rows):
             raise OracleError("a row is scheduled twice in one step")
+        if plan.shared_runs is not None:
+            self._check_runs(plan.shared_runs, rows, computed)
         ends = np.cumsum(num_new)
         if (num_new < 1).any() or int(num_new.sum()) != len(tokens):
             raise OracleError("token counts and tokens of a plan disagree")
@@ -181,6 +183,16 @@ class OracleExecutor:
                 state.table = np.append(state.table, np.int32(block))
             else:
                 state.table[index] = block
+
+    def _check_runs(self, runs: SharedRuns, rows: npt.NDArray[np.int32], computed: npt.NDArray[np.int32]) -> None:
+        """What is said to be shared is: the same blocks, all of their tokens computed before this step."""
+        starts = np.frombuffer(runs.starts, np.int32)
+        members = np.frombuffer(runs.members, np.int32)
+        for i, count in enumerate(np.frombuffer(runs.blocks, np.int32).tolist()):
+            group = members[starts[i] : starts[i + 1]]
+            tables = {self.rows[row].table[:count].tobytes() for row in rows[group].tolist()}
+            if len(tables) != 1 or len(group) < 2 or computed[group].min() < count * self.block_size:
+                raise OracleError(f"rows {rows[group].tolist()} do not share {count} computed blocks")
 
     def _copy(self, plan: SchedulerOutput) -> None:
         device, host = (self.content, self.owner), (self.host_content, self.host_owner)

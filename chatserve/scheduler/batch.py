@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from chatserve.scheduler.request import Sequence
+from chatserve.scheduler.shared_prefixes import SharedPrefixes
 
 NEVER = np.iinfo(np.int32).max
 
@@ -39,7 +40,7 @@ class Batch:
         own_stops (bool): it has stop token ids of its own.
         tenants: index of who is charged.
         request_ids (int64), choices: whose stream the row's tokens belong to.
-    ``ones`` and ``indices`` are constants, kept to be sliced.
+    ``ones`` and ``indices`` are constants, kept to be sliced. ``prefixes`` knows which rows begin with the same blocks.
     """
 
     def __init__(self, max_num_seqs: int) -> None:
@@ -61,6 +62,7 @@ class Batch:
         self.tenants: Int32s = np.zeros(max_num_seqs, np.int32)
         self.ones: Int32s = np.ones(max_num_seqs, np.int32)
         self.indices: Int32s = np.arange(max_num_seqs, dtype=np.int32)
+        self.prefixes = SharedPrefixes(max_num_seqs)
         self._free_rows = list(range(max_num_seqs))
         self._order: list[Sequence] = []
         self._order_keys: list[tuple[int, int]] = []

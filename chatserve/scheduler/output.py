@@ -36,6 +36,22 @@ class NewSequence(msgspec.Struct, frozen=True, array_like=True, gc=False):
     scopes: tuple[int, ...] = ()
 
 
+class SharedRuns(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Runs of blocks that several rows of a step begin with; a longer one comes after those that it continues.
+
+    A fact about block tables, which attention may use to read a run once for all its members.
+
+    Attributes:
+        blocks: int32 [r], blocks of each run, all full of computed tokens.
+        starts: int32 [r + 1]; members of run i are ``[starts[i], starts[i + 1])``.
+        members: int32, indices into the plan's ``rows``.
+    """
+
+    blocks: bytes
+    starts: bytes
+    members: bytes
+
+
 class SchedulerOutput(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """One step's work, applied by a worker in the order of the fields.
 
@@ -57,6 +73,7 @@ class SchedulerOutput(msgspec.Struct, frozen=True, array_like=True, gc=False):
         sample_sources: int32 [s], index into ``rows``: logits of that row's last new token.
         sample_rows: int32 [s], the row that draws from those logits and whose sequence the token extends. It
             differs from ``rows[source]`` only in the step where a prompt forks into several choices.
+        shared_runs: leading blocks that several rows have in common, if any.
     """
 
     step: int
@@ -76,6 +93,7 @@ class SchedulerOutput(msgspec.Struct, frozen=True, array_like=True, gc=False):
     token_ids: bytes
     sample_sources: bytes
     sample_rows: bytes
+    shared_runs: SharedRuns | None = None
 
 
 class SampleLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):

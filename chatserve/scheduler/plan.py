@@ -125,6 +125,10 @@ class Plan:
         else:
             return None
         freed, tables = changes.take()
+        for sequence in self._new:
+            batch.prefixes.place(sequence)
+        if len(tables):
+            batch.prefixes.change(tables, batch.computed, manager.block_size)
         copies = manager.take_copies()
         return SchedulerOutput(
             step=step,
@@ -144,4 +148,5 @@ class Plan:
             token_ids=last_tokens.tobytes() + b"".join(self._chunk_tokens),
             sample_sources=sources.tobytes(),
             sample_rows=self.sample_rows.tobytes(),
+            shared_runs=batch.prefixes.runs(self.rows, computed, manager.block_size) if len(self.rows) > 1 else None,
         )
