@@ -86,6 +86,9 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     Attributes:
         threads: compute threads; ``None`` takes the cores this process may use (cgroup limits included).
         kernels: ``auto`` compiles CPU kernels once and uses them, and torch where that fails; ``torch`` never does.
+        deterministic: what a sequence gets does not depend on what else is in the batch, nor on how its prompt was cut
+            into chunks: no choice of kernels by row count, no splitting of long pasts, no shared-prefix attention.
+            Needs compiled kernels and quantised weights.
         executor: ``torch``, or ``package.module:factory`` for a test double; a factory takes this config
             and returns ``(Executor, EngineInfo)``.
     """
@@ -95,6 +98,7 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     scheduler: SchedulerConfig = SchedulerConfig()
     threads: Positive | None = None
     kernels: Literal["auto", "torch"] = "auto"
+    deterministic: bool = False
     executor: str = "torch"
 
 

@@ -146,6 +146,12 @@ SETTINGS = (
         "auto (the blocks a GGUF file stores), none, q4_1 or q8_0: how CPU kernels hold the weights.",
     ),
     Setting("engine.kernels", "--kernels", "auto (compiled once, on this machine) or torch."),
+    Setting(
+        "engine.deterministic",
+        "--deterministic",
+        "Tokens do not depend on what else is in the batch; slower, CPU kernels only.",
+        kind="switch",
+    ),
     Setting("engine.threads", "--threads", "Compute threads; default: the cores this process may use."),
 )
 

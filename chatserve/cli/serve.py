@@ -120,8 +120,9 @@ def _announce(engine: EngineClient, ready: bool) -> None:
         return  # the supervisor logs why
     info = engine.info
     kv_bytes = info.num_blocks * info.block_size * info.kv_bytes_per_token
+    kernels = f"{info.kernels} kernels, " if info.kernels else ""
     click.echo(
-        f"Engine ready: {info.model}, {info.dtype} on {info.device}, {info.threads} threads, "
+        f"Engine ready: {info.model}, {info.dtype} on {info.device}, {kernels}{info.threads} threads, "
         f"up to {info.max_model_len} tokens per sequence\n"
         f"KV cache: {info.num_blocks} blocks of {info.block_size} tokens, {kv_bytes / 2**20:.0f} MiB "
         f"({info.num_blocks * info.block_size} tokens)",

@@ -113,6 +113,7 @@ class EngineInfo(msgspec.Struct, frozen=True):
         num_host_blocks: size of the host tier.
         prefill_tokens_per_second: measured at start; an input to the scheduler, so that a run can be replayed.
         eos_token_ids: the model's own end tokens, from its generation config.
+        kernels: which kernels run, as in ``native-avx512`` or ``torch``.
     """
 
     model: str
@@ -132,6 +133,7 @@ class EngineInfo(msgspec.Struct, frozen=True):
     eos_token_ids: tuple[int, ...] = ()
     num_host_blocks: int = 0
     prefill_tokens_per_second: float = 0.0
+    kernels: str = ""
 
 
 class EngineReady(msgspec.Struct, frozen=True, array_like=True, tag="ready"):

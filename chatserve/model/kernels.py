@@ -39,13 +39,17 @@ def build_kernels(notice: Callable[[str], None]) -> build.Plan:
     return planned
 
 
-def load_kernels(threads: int, notice: Callable[[str], None]) -> Library | None:
-    """The kernels with their compute threads; compiled first where need be. ``None``, with a notice, without them."""
+def load_kernels(threads: int, notice: Callable[[str], None], deterministic: bool = False) -> Library | None:
+    """The kernels with their compute threads; compiled first where need be. ``None``, with a notice, without them.
+
+    Args:
+        deterministic: what a token gives does not depend on what else is in its step.
+    """
     from chatserve_kernels.cpu.library import Library
 
     try:
         planned = build.plan(kernel_folder())
-        return Library(build.build(planned, notice), planned.isa, threads)
+        return Library(build.build(planned, notice), planned.isa, threads, deterministic)
     except build.BuildError as error:
         notice(f"No compiled CPU kernels, torch is used instead: {error}.")
         return None

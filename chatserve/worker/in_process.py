@@ -82,6 +82,11 @@ def load(config: EngineConfig) -> tuple[InProcessExecutor, EngineInfo]:
     num_blocks = _num_blocks(config, kv_bytes_per_token, blocks_per_sequence)
     num_host_blocks = _num_host_blocks(config, block_size * kv_bytes_per_token)
     end_tokens = eos_token_ids(folder)
+    if config.deterministic and not model.is_native:
+        raise ConfigError(
+            "deterministic needs compiled CPU kernels and quantised weights: see kernels and quantization.",
+            param="deterministic",
+        )
     runner = ModelRunner(
         model,
         backend,
@@ -113,6 +118,7 @@ def load(config: EngineConfig) -> tuple[InProcessExecutor, EngineInfo]:
         eos_token_ids=end_tokens,
         num_host_blocks=num_host_blocks,
         prefill_tokens_per_second=speed,
+        kernels=_kernels_in_use(backend, model),
     )
     return InProcessExecutor(runner, speed), info
 
@@ -150,8 +156,13 @@ def _backend(config: EngineConfig, threads: int) -> Backend:
     """Compiled kernels where they are wanted and can be had, else torch."""
     library = None
     if config.kernels == "auto":
-        library = load_kernels(threads, _notice)
+        library = load_kernels(threads, _notice, config.deterministic)
     return TorchBackend() if library is None else NativeBackend(library)
+
+
+def _kernels_in_use(backend: Backend, model: Transformer) -> str:
+    """What runs, for people: the backend's name, and whose projections where that is torch's."""
+    return backend.name if model.is_native or backend.name == "torch" else f"{backend.name} attention, torch linears"
 
 
 def _notice(line: str) -> None:

@@ -13,11 +13,12 @@ import mmap
 import numpy as np
 import numpy.typing as npt
 import torch
-from chatserve_kernels.interface import AttentionMetadata, Backend, kv_cache_shape
+from chatserve_kernels.interface import AttentionMetadata, Backend, SharedRuns, kv_cache_shape
 from torch import Tensor
 
 from chatserve.model.transformer import Transformer
 from chatserve.scheduler.output import ModelRunnerOutput, NewSequence, SchedulerOutput
+from chatserve.scheduler.output import SharedRuns as PlannedRuns
 from chatserve.worker.sampler import sample
 from chatserve.worker.sampling_row import SamplingRow
 
@@ -99,7 +100,7 @@ class ModelRunner:
 
     def _forward_and_sample(self, plan: SchedulerOutput) -> ModelRunnerOutput:
         num_new = _int64(plan.num_new)
-        positions, metadata = self._describe(_int64(plan.rows), _int64(plan.num_computed), num_new)
+        positions, metadata = self._describe(plan, num_new)
         attention = self._backend.begin_step(metadata, self.kv_cache)
         token_ids = torch.from_numpy(_int64(plan.token_ids))
         hidden = self._model.forward(token_ids, torch.from_numpy(positions), attention)
@@ -123,8 +124,9 @@ class ModelRunner:
             tokens, logprobs = samples.tokens.tobytes(), samples.logprobs
         return ModelRunnerOutput(tokens=tokens, failed=tuple(np.flatnonzero(~finite).tolist()), logprobs=logprobs)
 
-    def _describe(self, rows: _Int64, num_computed: _Int64, num_new: _Int64) -> tuple[_Int64, AttentionMetadata]:
+    def _describe(self, plan: SchedulerOutput, num_new: _Int64) -> tuple[_Int64, AttentionMetadata]:
         """Positions [T] and attention metadata of the step."""
+        rows, num_computed = _int64(plan.rows), _int64(plan.num_computed)
         starts: _Int64 = np.zeros(len(rows) + 1, dtype=np.int64)
         np.cumsum(num_new, out=starts[1:])
         positions = np.arange(starts[-1]) + np.repeat(num_computed - starts[:-1], num_new)
@@ -137,6 +139,7 @@ class ModelRunner:
             seq_lens=torch.from_numpy(seq_lens),
             block_tables=torch.from_numpy(tables),
             slot_mapping=torch.from_numpy(slots),
+            shared_runs=None if plan.shared_runs is None else _shared_runs(plan.shared_runs),
         )
 
     def _clear_slots(self, slots: Tensor) -> None:
@@ -149,6 +152,10 @@ class ModelRunner:
         if state is None:
             raise RuntimeError(f"The plan samples for row {row}, which holds no sequence.")
         return state
+
+
+def _shared_runs(runs: PlannedRuns) -> SharedRuns:
+    return SharedRuns(*(torch.from_numpy(_int64(part)) for part in (runs.blocks, runs.starts, runs.members)))
 
 
 def _lazily_zeroed(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

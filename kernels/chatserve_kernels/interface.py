@@ -18,6 +18,23 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
+class SharedRuns:
+    """Runs of blocks at the beginning of several block tables; a longer one comes after those that it continues.
+
+    Says nothing that the tables do not say; a backend may use it to read a run once for all its sequences.
+
+    Attributes:
+        num_blocks: int64 [r], blocks of each run, computed before this step.
+        starts: int64 [r + 1]; members of run i are ``[starts[i], starts[i + 1])``.
+        members: int64, sequences of the step.
+    """
+
+    num_blocks: Tensor
+    starts: Tensor
+    members: Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class AttentionMetadata:
     """One step's ragged batch: decodes and prefill chunks side by side, tokens of a sequence contiguous.
 
@@ -28,12 +45,14 @@ class AttentionMetadata:
         block_tables: int64 [n, max_blocks]; physical block of each B tokens. Entries past
             ``ceil(seq_lens[i] / B)`` are ignored, but must be valid block ids.
         slot_mapping: int64 [T]; ``block * B + offset`` where each token's key and value go.
+        shared_runs: what the block tables begin with in common, where that is known.
     """
 
     query_start_loc: Tensor
     seq_lens: Tensor
     block_tables: Tensor
     slot_mapping: Tensor
+    shared_runs: SharedRuns | None = None
 
 
 def kv_cache_shape(

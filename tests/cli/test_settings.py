@@ -60,6 +60,7 @@ def test_every_flag_reaches_its_value() -> None:
         "engine.model.dtype": ("half", "float16"),
         "engine.model.quantization": ("q8_0", "q8_0"),
         "engine.kernels": ("torch", "torch"),
+        "engine.deterministic": ("true", True),
         "engine.cache.block_size": ("32", 32),
         "engine.model.max_model_len": ("4K", 4096),
         "engine.cache.preemption_mode": ("recompute", "recompute"),
@@ -68,7 +69,7 @@ def test_every_flag_reaches_its_value() -> None:
     default = by_path(Config())
     for setting in flags.SETTINGS:
         text, expected = samples.get(setting.path, ("7", ("7",) if setting.kind == "list" else 7))
-        given: object = (text,) if setting.kind == "list" else False if setting.kind == "switch" else text
+        given: object = (text,) if setting.kind == "list" else expected if setting.kind == "switch" else text
         for loaded in (
             settings.load({setting.key: given}, {}, None),
             settings.load({}, {setting.variable: text}, None),

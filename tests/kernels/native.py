@@ -13,7 +13,7 @@ from chatserve.model.kernels import kernel_folder
 
 
 @functools.cache
-def library(isa: str, threads: int = 2) -> Library:
+def library(isa: str, threads: int = 2, deterministic: bool = False) -> Library:
     """Skips the test where there is no compiler (fails in CI): the product then runs on torch, as other tests show."""
     try:
         build.find_compiler()
@@ -22,4 +22,4 @@ def library(isa: str, threads: int = 2) -> Library:
             pytest.fail(f"compiled kernels cannot be tested: {error}")
         pytest.skip(f"compiled kernels cannot be tested: {error}")
     planned = build.plan(kernel_folder(), isa)
-    return Library(build.build(planned, print), isa, threads)
+    return Library(build.build(planned, print), isa, threads, deterministic)

@@ -14,7 +14,7 @@ from tests.kernels.batches import Batch, make_batch
 from tests.kernels.native import library
 
 
-@pytest.fixture(params=[isa for isa in supported_isas() if isa in (supported_isas()[0], "portable")])
+@pytest.fixture(params=supported_isas())
 def backend(request: pytest.FixtureRequest) -> NativeBackend:
     return NativeBackend(library(request.param))
 
@@ -23,6 +23,12 @@ def reference(batch: Batch, window: int | None) -> torch.Tensor:
     """Float32 inside and out, over the same bfloat16 cache (already written)."""
     step = ReferenceBackend().begin_step(batch.metadata, batch.kv_cache)
     return step.attend(1, batch.query.float(), 0.2, window)
+
+
+def assert_close(out: torch.Tensor, expected: torch.Tensor) -> None:
+    """Queries and softmax weights may be rounded to bfloat16: half a percent over all, a little more here and there."""
+    torch.testing.assert_close(out, expected, rtol=2e-2, atol=3e-2)
+    assert float((out - expected).norm() / expected.norm()) < 5e-3
 
 
 def random_shapes(rng: random.Random, block_size: int) -> list[tuple[int, int]]:
@@ -51,7 +57,7 @@ def test_attention_equals_the_reference(backend: NativeBackend, group: int) -> N
         step = backend.begin_step(batch.metadata, batch.kv_cache)
         step.write(1, batch.key_value)
         out = step.attend(1, batch.query.float(), 0.2, window)
-        torch.testing.assert_close(out, reference(batch, window), rtol=2e-2, atol=1e-2)
+        assert_close(out, reference(batch, window))
 
 
 def test_a_long_past_is_split_and_merged(backend: NativeBackend) -> None:
@@ -62,7 +68,7 @@ def test_a_long_past_is_split_and_merged(backend: NativeBackend) -> None:
     step = backend.begin_step(batch.metadata, batch.kv_cache)
     step.write(1, batch.key_value)
     out = step.attend(1, batch.query.float(), 0.2, None)
-    torch.testing.assert_close(out, reference(batch, None), rtol=2e-2, atol=2e-2)
+    assert_close(out, reference(batch, None))
 
 
 def test_a_row_does_not_depend_on_its_batch(backend: NativeBackend) -> None:

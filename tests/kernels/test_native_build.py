@@ -100,5 +100,6 @@ def test_instruction_sets_follow_the_cpu() -> None:
     assert build.supported_isas("flags\t: fpu sse2")[-1] == "portable"
     flags = "flags\t: avx2 fma f16c bmi2 avx512f avx512bw avx512dq avx512vl avx512_vnni"
     assert build.supported_isas(flags) in (("avx512", "avx2", "portable"), ("portable",))
+    assert build.supported_isas(flags + " avx512_bf16")[0] in ("avx512bf16", "portable")
     with pytest.raises(build.BuildError, match="not available here"):
         build.plan(Path("/nonexistent"), "sve")

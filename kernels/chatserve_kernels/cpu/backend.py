@@ -53,6 +53,11 @@ class NativeAttentionStep:
             block_tables=address(tables),
             table_stride=tables.shape[1] if tables.dim() == 2 else 0,
         )
+        if (runs := metadata.shared_runs) is not None:
+            self.paged.num_runs = len(runs.num_blocks)
+            self.paged.run_blocks = address(runs.num_blocks)
+            self.paged.run_start = address(runs.starts)
+            self.paged.run_members = address(runs.members)
 
     def write(self, layer: int, key_value: Tensor) -> None:
         values = key_value.float().contiguous()

@@ -20,18 +20,20 @@ from dataclasses import dataclass
 from pathlib import Path
 
 SOURCES = Path(__file__).parent / "src"
-ISAS = ("amx", "avx512", "avx2", "portable")
+ISAS = ("amx", "avx512bf16", "avx512", "avx2", "portable")
 
 _AVX2 = ("-mavx2", "-mfma", "-mf16c", "-mbmi2")
 _AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512vnni", "-mprefer-vector-width=512")
 _ISA_FLAGS = {
     "amx": (*_AVX512, "-mavx512bf16", "-mamx-tile", "-mamx-bf16"),
+    "avx512bf16": (*_AVX512, "-mavx512bf16"),
     "avx512": _AVX512,
     "avx2": _AVX2,
     "portable": (),
 }
 _CPU_NEEDS = {
     "amx": {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_vnni", "avx512_bf16", "amx_tile", "amx_bf16"},
+    "avx512bf16": {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_vnni", "avx512_bf16"},
     "avx512": {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_vnni"},
     "avx2": {"avx2", "fma", "f16c", "bmi2"},
     "portable": set[str](),

@@ -15,7 +15,7 @@ from typing import ClassVar
 
 from chatserve_kernels.cpu.build import BuildError
 
-ABI_VERSION = 1
+ABI_VERSION = 2
 
 
 class LinearStruct(Structure):
@@ -45,6 +45,10 @@ class PagedStruct(Structure):
         ("seq_lens", c_void_p),
         ("block_tables", c_void_p),
         ("table_stride", c_int64),
+        ("num_runs", c_int64),
+        ("run_blocks", c_void_p),
+        ("run_start", c_void_p),
+        ("run_members", c_void_p),
     ]
 
 
@@ -111,14 +115,16 @@ class Library:
 
     Args:
         threads: compute threads, the calling one included.
+        deterministic: what a token gives does not depend on what else is in its step.
 
     Raises:
         BuildError: the file cannot be loaded.
     """
 
-    def __init__(self, path: Path, isa: str, threads: int) -> None:
+    def __init__(self, path: Path, isa: str, threads: int, deterministic: bool = False) -> None:
         self.isa = isa
         self.threads = threads
+        self.deterministic = deterministic
         try:
             self._functions = ctypes.CDLL(str(path))
             version = self._functions.cs_abi_version()
@@ -129,13 +135,14 @@ class Library:
         functions = self._functions
         for name, types in _STATUS_FUNCTIONS.items():
             getattr(functions, name).argtypes = types
+        functions.cs_create.argtypes = [c_int, c_int]
         functions.cs_create.restype = c_void_p
         functions.cs_destroy.argtypes = [c_void_p]
         functions.cs_has_tiles.argtypes = [c_void_p]
         for name in ("cs_dots_bytes", "cs_tiles_bytes"):
             getattr(functions, name).argtypes = [c_int64, c_int64, c_int64]
             getattr(functions, name).restype = c_int64
-        self._context = functions.cs_create(threads)
+        self._context = functions.cs_create(threads, int(deterministic))
         if not self._context:
             raise BuildError("the kernels' compute threads could not be started")
         self._lock = threading.Lock()
@@ -154,6 +161,15 @@ class Library:
     @tile_threshold.setter
     def tile_threshold(self, rows: int) -> None:
         self._functions.cs_set_tile_threshold(rows)
+
+    @property
+    def share_threshold(self) -> int:
+        """Tokens that attending to a shared part of the past together must save reading."""
+        return int(self._functions.cs_share_threshold())
+
+    @share_threshold.setter
+    def share_threshold(self, tokens: int) -> None:
+        self._functions.cs_set_share_threshold(tokens)
 
     def dots_bytes(self, kind: int, outputs: int, inputs: int) -> int:
         """Size of a matrix laid out for dot products."""

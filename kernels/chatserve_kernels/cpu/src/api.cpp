@@ -25,16 +25,17 @@ int guarded(const F& body) {
 
 extern "C" {
 
-CS_EXPORT int cs_abi_version() { return 1; }
+CS_EXPORT int cs_abi_version() { return 2; }
 
-CS_EXPORT Context* cs_create(int threads) {
+CS_EXPORT Context* cs_create(int threads, int fixed) {
 #if defined(CS_AMX)
-  const bool amx = cs::amx_granted();
+  // Tiles are chosen by the number of rows, and give other bits than dot products.
+  const bool amx = !fixed && cs::amx_granted();
 #else
   const bool amx = false;
 #endif
   try {
-    return new Context(threads, amx);
+    return new Context(threads, amx, fixed != 0);
   } catch (...) {
     return nullptr;
   }
@@ -46,6 +47,9 @@ CS_EXPORT int cs_has_tiles(const Context* context) { return context->amx ? 1 : 0
 
 CS_EXPORT int cs_tile_threshold() { return cs::tile_threshold(); }
 CS_EXPORT void cs_set_tile_threshold(int rows) { cs::set_tile_threshold(rows); }
+
+CS_EXPORT int cs_share_threshold() { return cs::share_threshold(); }
+CS_EXPORT void cs_set_share_threshold(int tokens) { cs::set_share_threshold(tokens); }
 
 CS_EXPORT int64_t cs_dots_bytes(int64_t kind, int64_t outputs, int64_t inputs) { return cs::dots_bytes(kind, outputs, inputs); }
 CS_EXPORT int64_t cs_tiles_bytes(int64_t kind, int64_t outputs, int64_t inputs) {
@@ -75,10 +79,7 @@ CS_EXPORT int cs_write_cache(Context* context, const cs::Paged* paged, int64_t l
 
 CS_EXPORT int cs_attend(Context* context, const cs::Paged* paged, int64_t layer, int64_t heads, const float* query, double scale,
               int64_t window, float* out) {
-  const int64_t stride = heads * paged->head_dim;
-  return guarded([&] {
-    cs::attend(context->pool, *paged, layer, heads, query, stride, float(scale), window, out, stride);
-  });
+  return guarded([&] { context->attend_layer(*paged, layer, heads, query, float(scale), window, out); });
 }
 
 CS_EXPORT int cs_forward(Context* context, const cs::Network* network, const cs::Step* step, float* hidden) {

@@ -1,9 +1,13 @@
 // Causal attention over the paged bfloat16 cache, for decodes and prefill chunks alike.
 //
-// Query heads that share a key/value head are rows of one task, next to each other's tokens, so every key and value
-// is read once for all of them. Softmax is computed online in float32 (Milakov & Gimelshein 2018); where a step has
-// fewer tasks than the threads can share, the past is split and the parts are merged by their log-sum-exp.
+// A step is planned once (`AttentionPlan`) and the plan run for each layer. Query heads that share a key/value head are
+// rows of one task, next to each other's tokens, so every key and value is read once for all of them. Softmax is
+// computed online in float32 (Milakov & Gimelshein 2018). Parts of the past that several sequences share are attended
+// to once for all of them, long pasts are split where a step has fewer tasks than the threads can share, and what was
+// computed in parts is merged by log-sum-exp.
 #pragma once
+
+#include <vector>
 
 #include "common.h"
 #include "threads.h"
@@ -19,6 +23,12 @@ struct Paged {
   const int64_t* seq_lens;      // [num_sequences]
   const int64_t* block_tables;  // [num_sequences][table_stride]
   int64_t table_stride;
+  // Runs of blocks at the beginning of several tables, a longer one after those that it continues: run i holds the
+  // first run_blocks[i] blocks of the sequences run_members[run_start[i] … run_start[i + 1]).
+  int64_t num_runs;
+  const int64_t* run_blocks;   // [num_runs]
+  const int64_t* run_start;    // [num_runs + 1]
+  const int64_t* run_members;  // [run_start[num_runs]]
 
   // Token `slot` of a block's keys (part 0) or values (part 1).
   uint16_t* row(int64_t block, int64_t layer, int64_t part, int64_t head, int64_t slot) const {
@@ -26,8 +36,36 @@ struct Paged {
   }
 };
 
-// query and out are [tokens][stride] with the heads of a token side by side; window 0 sees everything.
-void attend(ThreadPool& pool, const Paged& paged, int64_t layer, int64_t num_heads, const float* query,
-            int64_t query_stride, float scale, int64_t window, float* out, int64_t out_stride);
+// Query tokens that attend to one range of one table's positions.
+struct Task {
+  const int64_t* table;
+  int64_t head, heads;   // key/value heads [head, head + heads)
+  int64_t first, count;  // tokens: AttentionPlan::order[first … first + count)
+  int64_t begin, end;    // positions
+  int64_t record;        // of the first row's partial result, or -1 where the task is all there is
+};
+
+// What is attended to together in one step. Depends on sizes and tables, not on the layer.
+struct AttentionPlan {
+  std::vector<int64_t> position;  // [tokens]
+  std::vector<int64_t> order;     // the step's tokens, then those of each shared run
+  std::vector<Task> tasks;        // longest first
+  int64_t num_records = 0;
+  // Merge i finishes a token's rows of one key/value head from parts[merge_start[i] … merge_start[i + 1]): the record
+  // of the first of those rows in each part, in the order of the past.
+  std::vector<int64_t> merge_token, merge_head, merge_start, parts;
+};
+
+// A run of the past is shared by several sequences' attention where that saves reading this many tokens (measured).
+int share_threshold();
+void set_share_threshold(int tokens);
+
+// Window 0 sees everything. `fixed`: rows are computed in the same way whatever else is in the step.
+AttentionPlan plan_attention(const Paged& paged, int64_t num_heads, int64_t window, int threads, bool fixed);
+
+// query and out are [tokens][stride] with the heads of a token side by side.
+void attend(ThreadPool& pool, const Paged& paged, const AttentionPlan& plan, int64_t layer, int64_t num_heads,
+            const float* query, int64_t query_stride, float scale, int64_t window, bool amx, Buffer<float>& records,
+            float* out, int64_t out_stride);
 
 }  // namespace cs

@@ -1,5 +1,7 @@
 #include "decoder.h"
 
+#include <map>
+
 namespace cs {
 
 namespace {
@@ -61,6 +63,13 @@ void Context::project(const Linear& linear, const float* x, int64_t x_stride, in
   }
 }
 
+void Context::attend_layer(const Paged& paged, int64_t layer, int64_t heads, const float* query, float scale,
+                           int64_t window, float* out) {
+  const int64_t stride = heads * paged.head_dim;
+  const AttentionPlan plan = plan_attention(paged, heads, window, pool.size(), fixed);
+  attend(pool, paged, plan, layer, heads, query, stride, scale, window, amx, records_, out, stride);
+}
+
 void Context::forward(const Network& net, const Step& step, float* hidden) {
   const int64_t tokens = step.num_tokens, dim = net.head_dim;
   const int64_t query_size = net.heads * dim, qkv_size = (net.heads + 2 * net.kv_heads) * dim;
@@ -68,8 +77,12 @@ void Context::forward(const Network& net, const Step& step, float* hidden) {
   float* qkv = qkv_.reserve(size_t(tokens * qkv_size));
   float* attended = attended_.reserve(size_t(tokens * query_size));
   float* inner = inner_.reserve(size_t(std::min(tokens, kRowsAtOnce) * net.inner));
+  std::map<int64_t, AttentionPlan> plans;  // by window
   for (int64_t l = 0; l < net.num_layers; ++l) {
     const Layer& layer = net.layers[l];
+    auto plan = plans.find(layer.window);
+    if (plan == plans.end())
+      plan = plans.emplace(layer.window, plan_attention(step.paged, net.heads, layer.window, pool.size(), fixed)).first;
     project(layer.qkv, hidden, net.hidden, tokens, layer.input_norm, eps, Epilogue::kStore, qkv, qkv_size);
     for_tokens(pool, tokens, [&](int64_t t) {
       const float* cos = net.cos + step.positions[t] * dim;
@@ -82,7 +95,8 @@ void Context::forward(const Network& net, const Step& step, float* hidden) {
       }
       write_token(step.paged, l, step.slot_mapping[t], row + query_size);
     });
-    attend(pool, step.paged, l, net.heads, qkv, qkv_size, scale, layer.window, attended, query_size);
+    attend(pool, step.paged, plan->second, l, net.heads, qkv, qkv_size, scale, layer.window, amx, records_, attended,
+           query_size);
     project(layer.output, attended, query_size, tokens, nullptr, eps, Epilogue::kAdd, hidden, net.hidden);
     for (int64_t row = 0; row < tokens; row += kRowsAtOnce) {
       const int64_t count = std::min(kRowsAtOnce, tokens - row);

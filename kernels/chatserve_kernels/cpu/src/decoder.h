@@ -38,7 +38,8 @@ struct Step {
 
 class Context {
  public:
-  explicit Context(int threads, bool amx) : pool(threads), amx(amx) {}
+  // `fixed`: what a token gives does not depend on what else is in its step.
+  Context(int threads, bool amx, bool fixed) : pool(threads), amx(amx), fixed(fixed) {}
 
   // hidden [num_tokens][hidden], in place.
   void forward(const Network& network, const Step& step, float* hidden);
@@ -48,12 +49,16 @@ class Context {
   void project(const Linear& linear, const float* x, int64_t x_stride, int64_t rows, const float* norm, float eps,
                Epilogue epilogue, float* out, int64_t out_stride);
 
+  // One layer's attention; query and out are [tokens][heads × head_dim].
+  void attend_layer(const Paged& paged, int64_t layer, int64_t heads, const float* query, float scale, int64_t window,
+                    float* out);
+
   ThreadPool pool;
-  const bool amx;
+  const bool amx, fixed;
 
  private:
   Activation activation_;
-  Buffer<float> qkv_, attended_, inner_;
+  Buffer<float> qkv_, attended_, inner_, records_;
 };
 
 // Store this step's keys and values (key_value [tokens][stride]: keys of all heads, then values) in their slots.

@@ -1,0 +1,202 @@
+// The vector operations that attention is written in, once for each instruction set.
+//
+// Operands of multiply() are 32-bit words: two bfloat16 numbers where the CPU multiplies those in pairs, else one
+// float32. `kPack` numbers make a word. Nothing here knows what is multiplied.
+#pragma once
+
+#include "common.h"
+
+#if defined(CS_AVX512) || defined(CS_AVX2)
+#define CS_VECTORS 1
+
+namespace cs {
+
+#if defined(CS_AVX512)
+
+using Vec = __m512;
+constexpr int kVec = 16;      // lanes
+constexpr int kColumns = 4;   // vectors per row of a register block; with kRows rows they fill the registers
+constexpr int kRows = 6;
+#if defined(__AVX512BF16__)
+constexpr int kPack = 2;
+#else
+constexpr int kPack = 1;
+#endif
+
+inline Vec load(const float* p) { return _mm512_loadu_ps(p); }
+inline void store(float* p, Vec v) { _mm512_storeu_ps(p, v); }
+inline Vec spread(float x) { return _mm512_set1_ps(x); }
+inline Vec zero() { return _mm512_setzero_ps(); }
+inline Vec add(Vec a, Vec b) { return _mm512_add_ps(a, b); }
+inline Vec subtract(Vec a, Vec b) { return _mm512_sub_ps(a, b); }
+inline Vec scale_by(Vec a, Vec b) { return _mm512_mul_ps(a, b); }
+inline Vec larger(Vec a, Vec b) { return _mm512_max_ps(a, b); }
+inline float largest(Vec v) { return _mm512_reduce_max_ps(v); }
+inline float total(Vec v) { return _mm512_reduce_add_ps(v); }
+inline Vec exp2(Vec v) { return exp2_ps(v); }
+
+// Lanes first ≤ i < end as they are, the others `otherwise`.
+inline Vec keep(Vec v, int64_t first, int64_t end, float otherwise) {
+  const auto below = [](int64_t lane) { return (1u << std::clamp<int64_t>(lane, 0, kVec)) - 1; };
+  return _mm512_mask_blend_ps(__mmask16(below(end) & ~below(first)), _mm512_set1_ps(otherwise), v);
+}
+
+// The word-wise dot product of `word` (the same in all lanes) and b, added to sum.
+inline Vec multiply(Vec sum, Vec word, Vec b) {
+#if defined(__AVX512BF16__)
+  return _mm512_dpbf16_ps(sum, (__m512bh)word, (__m512bh)b);
+#else
+  return _mm512_fmadd_ps(word, b, sum);
+#endif
+}
+
+// 32 numbers as words: 16 or 32 of them.
+inline void store_words(float* p, Vec a, Vec b) {
+#if defined(__AVX512BF16__)
+  _mm512_storeu_ps(p, (__m512)_mm512_cvtne2ps_pbh(b, a));
+#else
+  store(p, a);
+  store(p + kVec, b);
+#endif
+}
+
+// 16 rows of `dim` bfloat16 numbers (null: zeros) turned: word w of every row in 16 lanes at words + w × stride.
+inline void turn_rows(const uint16_t* const* rows, int64_t dim, float* words, int64_t stride) {
+  for (int64_t d = 0; d < dim; d += 32) {
+    __m512i r[16];
+    for (int i = 0; i < 16; ++i) r[i] = rows[i] == nullptr ? _mm512_setzero_si512() : _mm512_loadu_si512(rows[i] + d);
+    transpose_16x16(r);
+    for (int i = 0; i < 16; ++i) {
+      float* target = words + (d + 2 * i) / kPack * stride;
+      if constexpr (kPack == 2) {
+        store(target, _mm512_castsi512_ps(r[i]));
+      } else {
+        store(target, _mm512_castsi512_ps(_mm512_slli_epi32(r[i], 16)));
+        store(target + stride, _mm512_castsi512_ps(_mm512_and_si512(r[i], _mm512_set1_epi32(int(0xffff0000)))));
+      }
+    }
+  }
+}
+
+// kPack rows of `dim` bfloat16 numbers as one row of words. The lanes of a word are in an order of their own, which
+// restore_order() undoes.
+inline void join_rows(const uint16_t* const* rows, int64_t dim, float* words) {
+  for (int64_t d = 0; d < dim; d += 32) {
+    const auto row = [&](int i) {
+      return rows[i] == nullptr ? _mm512_setzero_si512() : _mm512_loadu_si512(rows[i] + d);
+    };
+    const __m512i a = row(0);
+    if constexpr (kPack == 2) {
+      const __m512i b = row(1);
+      store(words + d, _mm512_castsi512_ps(_mm512_unpacklo_epi16(a, b)));
+      store(words + d + 16, _mm512_castsi512_ps(_mm512_unpackhi_epi16(a, b)));
+    } else {
+      const auto widen = [](__m256i half) {
+        return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16));
+      };
+      store(words + d, widen(_mm512_castsi512_si256(a)));
+      store(words + d + 16, widen(_mm512_extracti64x4_epi64(a, 1)));
+    }
+  }
+}
+
+inline void restore_order(float* values, int64_t dim) {
+  if constexpr (kPack == 1) return;
+  const __m512i low = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
+  const __m512i high = _mm512_setr_epi32(8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31);
+  for (int64_t d = 0; d < dim; d += 32) {
+    const Vec a = load(values + d), b = load(values + d + 16);
+    store(values + d, _mm512_permutex2var_ps(a, low, b));
+    store(values + d + 16, _mm512_permutex2var_ps(a, high, b));
+  }
+}
+
+#else  // AVX2
+
+using Vec = __m256;
+constexpr int kVec = 8, kColumns = 2, kRows = 6, kPack = 1;
+
+inline Vec load(const float* p) { return _mm256_loadu_ps(p); }
+inline void store(float* p, Vec v) { _mm256_storeu_ps(p, v); }
+inline Vec spread(float x) { return _mm256_set1_ps(x); }
+inline Vec zero() { return _mm256_setzero_ps(); }
+inline Vec add(Vec a, Vec b) { return _mm256_add_ps(a, b); }
+inline Vec subtract(Vec a, Vec b) { return _mm256_sub_ps(a, b); }
+inline Vec scale_by(Vec a, Vec b) { return _mm256_mul_ps(a, b); }
+inline Vec larger(Vec a, Vec b) { return _mm256_max_ps(a, b); }
+inline Vec multiply(Vec sum, Vec word, Vec b) { return _mm256_fmadd_ps(word, b, sum); }
+
+inline float largest(Vec v) {
+  __m128 x = _mm_max_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
+  x = _mm_max_ps(x, _mm_movehl_ps(x, x));
+  return _mm_cvtss_f32(_mm_max_ss(x, _mm_shuffle_ps(x, x, 1)));
+}
+
+inline float total(Vec v) {
+  __m128 x = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
+  x = _mm_add_ps(x, _mm_movehl_ps(x, x));
+  return _mm_cvtss_f32(_mm_add_ss(x, _mm_shuffle_ps(x, x, 1)));
+}
+
+// For x ≤ 0; a NaN stays a NaN.
+inline Vec exp2(Vec x) {
+  x = _mm256_max_ps(_mm256_set1_ps(-126.0f), x);
+  const __m256 whole = _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  const __m256 f = _mm256_sub_ps(x, whole);
+  __m256 p = _mm256_set1_ps(1.5403530e-4f);
+  for (const float c : {1.3333558e-3f, 9.6181291e-3f, 5.5504109e-2f, 2.4022651e-1f, 6.9314718e-1f, 1.0f})
+    p = _mm256_fmadd_ps(p, f, _mm256_set1_ps(c));
+  const __m256i power = _mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(whole), _mm256_set1_epi32(127)), 23);
+  return _mm256_mul_ps(p, _mm256_castsi256_ps(power));
+}
+
+inline Vec keep(Vec v, int64_t first, int64_t end, float otherwise) {
+  const __m256i lanes = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+  const auto from = [&](int64_t lane) {
+    return _mm256_cmpgt_epi32(lanes, _mm256_set1_epi32(int(std::clamp<int64_t>(lane, 0, kVec)) - 1));
+  };
+  const __m256i kept = _mm256_andnot_si256(from(end), from(first));
+  return _mm256_blendv_ps(_mm256_set1_ps(otherwise), v, _mm256_castsi256_ps(kept));
+}
+
+inline void store_words(float* p, Vec a, Vec b) {
+  store(p, a);
+  store(p + kVec, b);
+}
+
+inline Vec widen(const uint16_t* row) {
+  if (row == nullptr) return zero();
+  const __m128i half = _mm_loadu_si128(reinterpret_cast<const __m128i*>(row));
+  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(half), 16));
+}
+
+inline void turn_rows(const uint16_t* const* rows, int64_t dim, float* words, int64_t stride) {
+  for (int64_t d = 0; d < dim; d += 8) {
+    __m256 r[8], t[8];
+    for (int i = 0; i < 8; ++i) r[i] = widen(rows[i] == nullptr ? nullptr : rows[i] + d);
+    for (int i = 0; i < 8; i += 2) {
+      t[i] = _mm256_unpacklo_ps(r[i], r[i + 1]);
+      t[i + 1] = _mm256_unpackhi_ps(r[i], r[i + 1]);
+    }
+    for (int i = 0; i < 8; i += 4)
+      for (int j = 0; j < 2; ++j) {
+        r[i + 2 * j] = _mm256_shuffle_ps(t[i + j], t[i + 2 + j], 0x44);
+        r[i + 2 * j + 1] = _mm256_shuffle_ps(t[i + j], t[i + 2 + j], 0xee);
+      }
+    for (int i = 0; i < 4; ++i) {
+      store(words + (d + i) * stride, _mm256_permute2f128_ps(r[i], r[i + 4], 0x20));
+      store(words + (d + i + 4) * stride, _mm256_permute2f128_ps(r[i], r[i + 4], 0x31));
+    }
+  }
+}
+
+inline void join_rows(const uint16_t* const* rows, int64_t dim, float* words) {
+  for (int64_t d = 0; d < dim; d += 8) store(words + d, widen(rows[0] == nullptr ? nullptr : rows[0] + d));
+}
+
+inline void restore_order(float*, int64_t) {}
+
+#endif
+
+}  // namespace cs
+#endif

@@ -1,0 +1,100 @@
+"""The invariant mode: what a sequence gets depends on nothing but itself."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from chatserve_kernels.cpu.backend import NativeBackend
+from chatserve_kernels.cpu.build import supported_isas
+from chatserve_kernels.interface import AttentionMetadata, SharedRuns, kv_cache_shape
+from torch import Tensor
+
+from chatserve.model.architecture import Architecture
+from chatserve.model.native import Quantization
+from chatserve.model.transformer import Transformer
+from tests.kernels.native import library
+from tests.model.tiny import write_model
+
+BLOCK_SIZE = 16
+LENGTHS = (300, 90, 17, 150, 260, 41, 16)
+SHARED_BLOCKS = 5
+
+
+@torch.inference_mode()
+def logits_of(model: Transformer, backend: NativeBackend, prompts: list[list[int]], rng: random.Random) -> list[Tensor]:
+    """Logits at every position of every prompt, computed in chunks and batches of ``rng``'s choice; prompts long enough
+    begin with the same blocks, which the first of them computes."""
+    architecture = model.architecture
+    tables = np.arange(len(prompts) * 32).reshape(-1, 32)
+    sharing = [i for i, prompt in enumerate(prompts) if len(prompt) > SHARED_BLOCKS * BLOCK_SIZE]
+    computed = [0] * len(prompts)
+    for i in sharing[1:]:
+        tables[i, :SHARED_BLOCKS] = tables[sharing[0], :SHARED_BLOCKS]
+    cache = torch.zeros(
+        kv_cache_shape(tables.size, architecture.num_layers, architecture.num_kv_heads, BLOCK_SIZE, 32),
+        dtype=torch.bfloat16,
+    )
+    found: list[list[Tensor]] = [[] for _ in prompts]
+    while any(len(prompt) > done for prompt, done in zip(prompts, computed, strict=True)):
+        ready = [i for i in range(len(prompts)) if computed[i] < len(prompts[i])]
+        chosen = rng.sample(ready, rng.randint(1, len(ready)))
+        counts = [min(len(prompts[i]) - computed[i], rng.choice([1, 2, 8, 33, 64, 300])) for i in chosen]
+        ends = [computed[i] + c for i, c in zip(chosen, counts, strict=True)]
+        positions = np.concatenate([np.arange(end - c, end) for end, c in zip(ends, counts, strict=True)])
+        rows = np.repeat(chosen, counts)
+        members = [k for k, i in enumerate(chosen) if i in sharing and computed[i] >= SHARED_BLOCKS * BLOCK_SIZE]
+        metadata = AttentionMetadata(
+            query_start_loc=torch.tensor([0, *counts]).cumsum(0),
+            seq_lens=torch.tensor(ends),
+            block_tables=torch.from_numpy(tables[chosen]),
+            slot_mapping=torch.from_numpy(tables[rows, positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE),
+            shared_runs=SharedRuns(*map(torch.tensor, ([SHARED_BLOCKS], [0, len(members)], members)))
+            if len(members) > 1
+            else None,
+        )
+        tokens = [token for i, end in zip(chosen, ends, strict=True) for token in prompts[i][computed[i] : end]]
+        hidden = model.forward(torch.tensor(tokens), torch.from_numpy(positions), backend.begin_step(metadata, cache))
+        for i, logits in zip(chosen, model.logits(hidden).split(counts), strict=True):
+            found[i].append(logits)
+        for i, end in zip(chosen, ends, strict=True):
+            computed[i] = end
+    return [torch.cat(parts) for parts in found]
+
+
+@pytest.mark.parametrize(("variant", "quantization"), [("llama", "q4_1"), ("mistral-window", "q8_0")])
+@pytest.mark.parametrize("isa", supported_isas())
+def test_logits_are_bit_equal_in_any_batch_and_chunking(
+    tmp_path: Path, isa: str, variant: str, quantization: Quantization
+) -> None:
+    """Alone and in one piece, or in whatever batches and chunks: every logit has the same bits. Without the mode and
+    without a window, which forbids sharing, they differ: there is something to see."""
+    write_model(tmp_path, variant, **SIZES)
+    rng = random.Random(7)
+    beginning = [rng.randrange(3, 100) for _ in range(SHARED_BLOCKS * BLOCK_SIZE)]
+    prompts = [(beginning + [rng.randrange(3, 100) for _ in range(300)])[:n] for n in LENGTHS]
+    backends = [NativeBackend(library(isa, 2, deterministic)) for deterministic in (True, False)]
+    differences = []
+    for backend in backends:
+        model = Transformer(tmp_path, Architecture.from_folder(tmp_path), backend, torch.bfloat16, 512, quantization)
+        assert model.is_native
+        alone = [logits_of(model, backend, [prompt], WholePrompts())[0] for prompt in prompts]
+        differences.append(0)
+        for seed in range(3):
+            together = logits_of(model, backend, prompts, random.Random(seed))
+            differences[-1] += sum(not torch.equal(a, b) for a, b in zip(alone, together, strict=True))
+    assert differences[0] == 0
+    assert differences[1] > 0 or variant == "mistral-window"
+
+
+SIZES = {"hidden_size": 96, "intermediate_size": 96, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 32}
+
+
+class WholePrompts(random.Random):
+    """Always all there is."""
+
+    def choice(self, options):  # type: ignore[no-untyped-def]
+        return max(options)
