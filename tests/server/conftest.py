@@ -9,7 +9,12 @@ import pytest
 import pytest_asyncio
 import structlog
 
+from chatserve.tenancy.declared import Declared
+from chatserve.tenancy.registry import TenantRegistry
+from chatserve.tenancy.store import TenantStore
+from chatserve.tenancy.tenant import Tenant
 from tests.fakes import FakeEngineClient, write_tokenizer_folder
+from tests.server.house import ADMIN, House
 from tests.server.live import LiveServer, live_server
 
 
@@ -33,3 +38,15 @@ async def live(tiny_folder: Path) -> AsyncIterator[LiveServer]:
     """A server without keys over a fake engine that says "Hello!"."""
     async with live_server(tiny_folder, FakeEngineClient()) as server:
         yield server
+
+
+@pytest_asyncio.fixture
+async def house(tiny_folder: Path) -> AsyncIterator[House]:
+    """Two tenants, everything in memory."""
+    registry = TenantRegistry(TenantStore(None), pepper=bytes(32), declared=Declared())
+    keys = {}
+    for name in ("acme", "beta"):
+        await registry.create_tenant(Tenant(name=name))
+        keys[name] = (await registry.new_key(name)).text
+    async with live_server(tiny_folder, FakeEngineClient(), tenants=registry, admin_key=ADMIN) as live:
+        yield House(live, registry, keys)
