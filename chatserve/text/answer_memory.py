@@ -14,17 +14,34 @@ from chatserve.scope import Scope
 BYTES_PER_TOKEN = 4
 
 
+class _Shelf:
+    """What one owner has: ids by scope and text, least recently used first, and how many there are."""
+
+    __slots__ = ("answers", "num_tokens")
+
+    def __init__(self) -> None:
+        self.answers: OrderedDict[tuple[Scope, str], bytes] = OrderedDict()
+        self.num_tokens = 0
+
+    def pop(self, key: tuple[Scope, str]) -> int:
+        """Forget an answer if it is known; its tokens."""
+        num_tokens = len(self.answers.pop(key, b"")) // BYTES_PER_TOKEN
+        self.num_tokens -= num_tokens
+        return num_tokens
+
+
 class AnswerMemory:
-    """Least recently used answers go first, by number of answers and by their tokens in all."""
+    """Bounded by number of answers and by their tokens in all; the owner that has most loses its oldest first."""
 
     def __init__(self, max_answers: int = 16_384, max_tokens: int = 4_194_304) -> None:
         self._max_answers = max_answers
         self._max_tokens = max_tokens
-        self._answers: OrderedDict[tuple[Scope, str], bytes] = OrderedDict()
+        self._shelves: dict[tuple[str, str], _Shelf] = {}
+        self._num_answers = 0
         self._num_tokens = 0
 
     def __len__(self) -> int:
-        return len(self._answers)
+        return self._num_answers
 
     @property
     def num_tokens(self) -> int:
@@ -33,27 +50,39 @@ class AnswerMemory:
 
     def remember(self, scope: Scope, text: str, token_ids: bytes) -> None:
         """Keep the int32 ``token_ids`` of ``text``; the latest ids win where a text was generated twice."""
-        key = (scope, text)
-        self._num_tokens -= len(self._answers.pop(key, b"")) // BYTES_PER_TOKEN
+        self._pop(scope, text)
         num_tokens = len(token_ids) // BYTES_PER_TOKEN
         if not text or num_tokens > self._max_tokens:
             return
-        self._answers[key] = token_ids
+        shelf = self._shelves.setdefault((scope.kind, scope.owner), _Shelf())
+        shelf.answers[scope, text] = token_ids
+        shelf.num_tokens += num_tokens
+        self._num_answers += 1
         self._num_tokens += num_tokens
-        while len(self._answers) > self._max_answers or self._num_tokens > self._max_tokens:
-            _, forgotten = self._answers.popitem(last=False)
-            self._num_tokens -= len(forgotten) // BYTES_PER_TOKEN
+        while (too_many := self._num_answers > self._max_answers) or self._num_tokens > self._max_tokens:
+            fullest = max(self._shelves.values(), key=lambda s: len(s.answers) if too_many else s.num_tokens)
+            self._pop(*next(iter(fullest.answers)))
 
     def recall(self, scope: Scope, text: str) -> bytes | None:
         """The ids behind ``text``, or ``None`` if it is not known in exactly this scope."""
-        key = (scope, text)
-        token_ids = self._answers.get(key)
-        if token_ids is not None:
-            self._answers.move_to_end(key)
-        return token_ids
+        shelf = self._shelves.get((scope.kind, scope.owner))
+        if shelf is None or (scope, text) not in shelf.answers:
+            return None
+        shelf.answers.move_to_end((scope, text))
+        return shelf.answers[scope, text]
 
     def forget(self, tenant: str) -> None:
         """Forget everything remembered in a tenant's private scopes."""
-        gone = [key for key in self._answers if key[0].kind == "tenant" and key[0].owner == tenant]
-        for key in gone:
-            self._num_tokens -= len(self._answers.pop(key)) // BYTES_PER_TOKEN
+        shelf = self._shelves.pop(("tenant", tenant), _Shelf())
+        self._num_answers -= len(shelf.answers)
+        self._num_tokens -= shelf.num_tokens
+
+    def _pop(self, scope: Scope, text: str) -> None:
+        owner = (scope.kind, scope.owner)
+        shelf = self._shelves.get(owner)
+        if shelf is None or (scope, text) not in shelf.answers:
+            return
+        self._num_tokens -= shelf.pop((scope, text))
+        self._num_answers -= 1
+        if not shelf.answers:
+            del self._shelves[owner]

@@ -84,3 +84,17 @@ def test_a_purge_forgets_one_tenant() -> None:
     assert memory.recall(ONE, "a") is memory.recall(salted, "a") is None
     assert memory.recall(TWO, "a") == ids(5)
     assert (len(memory), memory.num_tokens) == (2, 11)
+
+
+def test_a_flood_forgets_its_own() -> None:
+    """A tenant with few answers keeps them, however many another has, and under however many salts."""
+    memory = AnswerMemory(max_answers=50, max_tokens=400)
+    for i in range(5):
+        memory.remember(TWO, str(i), ids(10))
+    for i in range(500):
+        memory.remember(Scope("tenant", "one", salt=str(i % 7)), str(i), ids(1 + i % 13))
+        assert len(memory) <= 50
+        assert memory.num_tokens <= 400
+    assert all(memory.recall(TWO, str(i)) == ids(10) for i in range(5))
+    memory.forget("one")
+    assert (len(memory), memory.num_tokens) == (5, 50)
