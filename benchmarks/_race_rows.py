@@ -218,7 +218,7 @@ def cached_prompt() -> LoadRow:
 
 def conversations() -> LoadRow:
     """More conversations than the KV memory holds, arriving at random."""
-    count, turns, first, later, output = 32, 6, 256, 64, 64
+    count, turns, first, later, output = 32, 6, 256, 64, 32
     working_set = count * (first + (turns - 1) * later + turns * output)
     # A whole number of blocks of any server.
     kv_tokens = working_set * 60 // 100 // 128 * 128
