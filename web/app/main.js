@@ -7,7 +7,8 @@ import { initialState, openAnswer, place, reduce, unwanted } from "./reducer.js"
 import { View, byId } from "./view.js";
 
 let state = initialState();
-let kept = recall(sessionStorage); // of this tab before it was reloaded; shown once the server has said who is asking
+const storage = () => sessionStorage; // a browser that blocks it throws when it is named
+let kept = recall(storage); // of this tab before it was reloaded; shown once the server has said who is asking
 const view = new View({ onIdea: (text) => submit(text), onRetry: retry });
 const input = byId("input");
 const coarse = matchMedia("(pointer: coarse)").matches;
@@ -104,7 +105,7 @@ input.addEventListener("keydown", (/** @type {KeyboardEvent} */ event) => {
 document.addEventListener("keydown", (event) => {
   if (event.key === "Escape" && !event.isComposing && !byId("login").open) stop();
 });
-addEventListener("pagehide", () => kept === null && remember(sessionStorage, state));
+addEventListener("pagehide", () => kept === null && remember(storage, state));
 byId("settings-toggle").addEventListener("click", () => {
   const panel = byId("settings");
   panel.hidden = !panel.hidden;

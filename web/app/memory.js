@@ -15,23 +15,32 @@ const OPEN = ["sending", "queued", "running"];
  * @property {import("./reducer.js").Message[]} messages
  */
 
-/** @param {Pick<Storage, "setItem" | "removeItem">} storage @param {import("./reducer.js").State} state */
+/**
+ * @param {() => Pick<Storage, "setItem" | "removeItem">} storage where it may be blocked, asking for it throws
+ * @param {import("./reducer.js").State} state
+ */
 export function remember(storage, { tenant, boot, conv, messages }) {
   try {
-    if (messages.length === 0) storage.removeItem(KEY);
-    else storage.setItem(KEY, JSON.stringify({ version: VERSION, tenant, boot, conv, messages }));
+    const items = storage();
+    items.removeItem(KEY); // first: of a chat longer than the browser keeps, nothing is better than an old state
+    if (messages.length > 0) items.setItem(KEY, JSON.stringify({ version: VERSION, tenant, boot, conv, messages }));
   } catch {
-    storage.removeItem(KEY); // longer than the browser keeps: better nothing than an old state
+    // The page works without: a reload then starts a new chat.
   }
 }
 
 /**
- * What was remembered. An answer that was being written ended with the page that watched it.
- * @param {Pick<Storage, "getItem">} storage @returns {Kept | null}
+ * What was remembered, or null if there is nothing that can be shown. An answer that was being written ended with the
+ * page that watched it.
+ * @param {() => Pick<Storage, "getItem">} storage @returns {Kept | null}
  */
 export function recall(storage) {
-  const kept = JSON.parse(storage.getItem(KEY) ?? "null");
-  if (kept?.version !== VERSION) return null;
   const error = "The page was reloaded, and the answer ended there.";
-  return { ...kept, messages: kept.messages.map((/** @type {any} */ m) => (OPEN.includes(m.state) ? { ...m, state: "failed", error } : m)) };
+  try {
+    const kept = JSON.parse(storage().getItem(KEY) ?? "null");
+    if (kept?.version !== VERSION) return null;
+    return { ...kept, messages: kept.messages.map((/** @type {any} */ m) => (OPEN.includes(m.state) ? { ...m, state: "failed", error } : m)) };
+  } catch {
+    return null; // blocked by the browser, or not what we wrote
+  }
 }

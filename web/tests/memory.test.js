@@ -26,8 +26,8 @@ const running = events.reduce(reduce, initialState());
 
 test("a reload keeps the chat, and the answer that was being written has ended", () => {
   const storage = new Storage();
-  remember(storage, running);
-  const kept = recall(storage);
+  remember(() => storage, running);
+  const kept = recall(() => storage);
   assert.equal(kept.tenant, "acme");
   const state = [{ type: "recall", kept }, welcome("b1")].reduce(reduce, initialState());
   assert.deepEqual(state.messages.map((m) => [m.role, m.text, m.state]), [["user", "Hi", "done"], ["assistant", "Hel", "failed"]]);
@@ -37,19 +37,34 @@ test("a reload keeps the chat, and the answer that was being written has ended",
 
 test("a server that was restarted meanwhile has forgotten it, and that is said", () => {
   const storage = new Storage();
-  remember(storage, running);
-  const state = [{ type: "recall", kept: recall(storage) }, welcome("b2")].reduce(reduce, initialState());
+  remember(() => storage, running);
+  const state = [{ type: "recall", kept: recall(() => storage) }, welcome("b2")].reduce(reduce, initialState());
   assert.equal(state.messages.at(-1).role, "divider");
   assert.deepEqual(place(state, ""), {});
 });
 
 test("nothing is kept of an empty chat, nor of one that is too long", () => {
   const storage = new Storage();
-  remember(storage, running);
-  remember(storage, initialState());
-  assert.equal(recall(storage), null);
-  remember(storage, running);
+  remember(() => storage, running);
+  remember(() => storage, initialState());
+  assert.equal(recall(() => storage), null);
+  remember(() => storage, running);
   storage.room = 10;
-  remember(storage, running);
-  assert.equal(recall(storage), null);
+  remember(() => storage, running);
+  assert.equal(recall(() => storage), null);
 });
+
+test("storage that is blocked costs the chat, not the page", () => {
+  const blocked = () => { throw new DOMException("The operation is insecure.", "SecurityError"); };
+  assert.equal(recall(blocked), null);
+  assert.doesNotThrow(() => remember(blocked, running));
+  assert.doesNotThrow(() => remember(blocked, initialState()));
+});
+
+for (const text of ["{not json", '{"version":1}', '{"version":1,"messages":[null]}']) {
+  test(`what we did not write is not shown: ${text}`, () => {
+    const storage = new Storage();
+    storage.setItem("chatserve.chat", text);
+    assert.equal(recall(() => storage), null);
+  });
+}
