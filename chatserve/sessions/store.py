@@ -62,3 +62,7 @@ class ConversationStore(Protocol):
             NotFoundError: no such conversation of this tenant.
         """
         ...
+
+    async def forget(self, tenant: str) -> None:
+        """Drop all conversations of a tenant, which was deleted. Idempotent."""
+        ...

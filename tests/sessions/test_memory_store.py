@@ -124,10 +124,69 @@ async def test_one_conversation_is_bounded_too() -> None:
     with pytest.raises(InvalidRequestError) as caught:
         await store.append(TENANT, conversation, turn(answer.id))
     assert caught.value.code == "conversation_full"
-    big = MemoryStore(max_bytes=2000)
+    big = MemoryStore(max_bytes=20_000)
     with pytest.raises(InvalidRequestError):
         await big.create(TENANT, [new_message("user", "x" * 2000, parent=None)])
     assert big.num_bytes == 0
+
+
+async def test_one_growing_conversation_costs_others_nothing() -> None:
+    """It is full at an eighth of the room, says so, is still there, and everybody else's is too."""
+    store = MemoryStore(max_bytes=80_000)
+    others = [await store.create(f"t{n}", turn(text="x" * 1500)) for n in range(9)]
+    question, answer = turn()
+    growing = await store.create("grows", [question, answer])
+    for _ in range(4):
+        await store.append("grows", growing, turn(text="y" * 200))
+    with pytest.raises(InvalidRequestError, match="more than 10000 bytes; start a new one") as caught:
+        await store.append("grows", growing, turn(text="y" * 400))
+    assert caught.value.code == "conversation_full"
+    assert (await store.path("grows", growing, question.id))[0].content == "question"
+    for n, name in enumerate(others):
+        await store.head(f"t{n}", name)
+    await store.create("grows", turn())
+
+
+async def test_a_deleted_tenant_leaves_nothing() -> None:
+    """All its conversations and their bytes go, others' stay; an answer that ends afterwards finds none."""
+    store = MemoryStore()
+    question, answer = turn()
+    gone = [await store.create(TENANT, [question, answer]), await store.create(TENANT, turn())]
+    kept = await store.create("other", turn(text="kept"))
+    before = MemoryStore()
+    await before.create("other", turn(text="kept"))
+    for _ in range(2):
+        await store.forget(TENANT)
+    assert (len(store), store.num_bytes) == (1, before.num_bytes)
+    await store.head("other", kept)
+    with pytest.raises(NotFoundError):
+        await finish(store, gone[0], answer)
+    assert TENANT not in store._shelves
+
+
+@pytest.mark.parametrize("limits", [{"max_conversations": 10}, {"max_bytes": 10 * 1100}])
+async def test_what_is_unused_for_a_day_goes_before_the_fullest_pays(limits: dict[str, int]) -> None:
+    """Nothing goes while there is room; then the unused, of whoever has least; reading counts as use."""
+    now = 0.0
+    store = MemoryStore(**limits, clock=lambda: now)
+    left = [await store.create("left", turn()) for _ in range(2)]
+    read = await store.create("reads", turn())
+    busy = [await store.create("busy", turn()) for _ in range(6)]
+    now = 86_000.0
+    for name in busy:
+        await store.head("busy", name)
+    await store.head("reads", read)
+    now = 86_401.0
+    busy.append(await store.create("busy", turn()))
+    assert len(store) == 10
+    busy.append(await store.create("busy", turn()))
+    assert len(store) == 9
+    for name in busy:
+        await store.head("busy", name)
+    await store.head("reads", read)
+    for name in left:
+        with pytest.raises(NotFoundError):
+            await store.head("left", name)
 
 
 @pytest.mark.parametrize("limits", [{"max_conversations": 40}, {"max_bytes": 60_000}])

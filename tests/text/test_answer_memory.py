@@ -98,3 +98,24 @@ def test_a_flood_forgets_its_own() -> None:
     assert all(memory.recall(TWO, str(i)) == ids(10) for i in range(5))
     memory.forget("one")
     assert (len(memory), memory.num_tokens) == (5, 50)
+
+
+def test_what_is_unused_for_a_day_goes_before_the_fullest_pays() -> None:
+    """Nothing goes while there is room; then the unused, of whoever has least; a recall counts as use."""
+    now = 0.0
+    memory = AnswerMemory(max_answers=8, clock=lambda: now)
+    for text in ("left", "asked for"):
+        memory.remember(TWO, text, ids(3))
+    for i in range(5):
+        memory.remember(ONE, str(i), ids(3))
+    now = 86_000.0
+    assert memory.recall(TWO, "asked for") is not None
+    assert all(memory.recall(ONE, str(i)) is not None for i in range(5))
+    now = 86_401.0
+    memory.remember(ONE, "5", ids(3))
+    assert len(memory) == 8
+    memory.remember(ONE, "6", ids(3))
+    assert (len(memory), memory.num_tokens) == (8, 24)
+    assert memory.recall(TWO, "left") is None
+    assert memory.recall(TWO, "asked for") == ids(3)
+    assert all(memory.recall(ONE, str(i)) == ids(3) for i in range(7))
