@@ -14,6 +14,7 @@ from typing import TypeVar
 
 import msgspec
 import structlog
+from msgspec.structs import replace
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -130,16 +131,26 @@ def stream(
 def _frames(encoder: ChunkEncoder, first: int, generation: Generation, events: Sequence[Event]) -> bytes:
     """Events of one generation whose choice 0 is number ``first`` of the response."""
     frames: list[bytes] = []
+    usage = generation.usage
+    num_ahead = sum(map(_num_tokens, events)) if encoder.continuous_usage else 0
     for item in events:
+        if encoder.continuous_usage:
+            num_ahead -= _num_tokens(item)
+            usage = replace(generation.usage, completion_tokens=generation.usage.completion_tokens - num_ahead)
         if isinstance(item, TextDelta):
-            frames.append(encoder.delta(first + item.choice, item, generation.usage))
+            frames.append(encoder.delta(first + item.choice, item, usage))
         elif isinstance(item, ChoiceDone):
-            frames.append(encoder.done(first + item.choice, item, generation.usage))
+            frames.append(encoder.done(first + item.choice, item, usage))
         elif encoder.is_chat:
-            frames += [
-                encoder.role(first + choice, generation.usage) for choice in range(generation.request.sampling.n)
-            ]
+            frames += [encoder.role(first + choice, usage) for choice in range(generation.request.sampling.n)]
     return b"".join(frames)
+
+
+def _num_tokens(item: Event) -> int:
+    """Generated tokens that an event stands for."""
+    if isinstance(item, TextDelta):
+        return len(item.token_ids)
+    return int(isinstance(item, ChoiceDone) and item.stop_token is not None)
 
 
 def cancel_all(generations: Sequence[Generation]) -> None:
@@ -161,8 +172,10 @@ async def _merge(generations: Sequence[Generation]) -> AsyncGenerator[tuple[int,
             for task in sorted(done, key=lambda task: waiting[task]):
                 position = waiting.pop(task)
                 if events := task.result():
-                    waiting[asyncio.ensure_future(generations[position].next())] = position
+                    # Only then the next: while somebody waits in `next`, what comes goes straight to the connection,
+                    # past what is yielded here and may have to wait for a slow reader.
                     yield position, events
+                    waiting[asyncio.ensure_future(generations[position].next())] = position
     finally:
         for task in waiting:
             task.cancel()

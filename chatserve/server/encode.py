@@ -87,11 +87,11 @@ class ChunkEncoder:
         "_after",
         "_after_text",
         "_before",
-        "_continuous_usage",
         "_head",
         "_logprobs",
         "_offsets",
         "_tail",
+        "continuous_usage",
         "include_usage",
         "is_chat",
         "is_plain",
@@ -106,8 +106,8 @@ class ChunkEncoder:
         """
         self.is_chat = head.object == "chat.completion.chunk"
         self.include_usage = bool(options.include_usage)
-        self._continuous_usage = bool(options.continuous_usage_stats)
-        self.is_plain = logprobs is None and not self._continuous_usage
+        self.continuous_usage = bool(options.continuous_usage_stats)
+        self.is_plain = logprobs is None and not self.continuous_usage
         self._head = _encode(head)[:-1]
         self._logprobs = logprobs
         opening = b'"delta":{"content":' if self.is_chat else b'"text":'
@@ -161,6 +161,6 @@ class ChunkEncoder:
         return b"data: " + self._head + b',"choices":[' + choice + b"]" + self._usage_tail(usage)
 
     def _usage_tail(self, usage: Usage) -> bytes:
-        if self._continuous_usage:
+        if self.continuous_usage:
             return b',"usage":' + _encode(usage_info([usage])) + b"}\n\n"
         return self._tail

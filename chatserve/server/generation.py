@@ -199,7 +199,7 @@ class Generation:
         return self._output.token_ids(choice).tobytes()
 
     def choice_text(self, choice: int) -> str:
-        """Text of a choice that `next` has returned so far."""
+        """Text of a choice that was made so far, whether or not a consumer has it yet."""
         return self._output.text(choice)
 
     async def _wait(self) -> Sequence[Started | Delta | Finished]:

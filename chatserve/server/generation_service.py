@@ -40,7 +40,7 @@ from chatserve.server.output_processor import (
 )
 from chatserve.tenancy.directory import key_revoked
 from chatserve.tenancy.registry import Admission, TenantRegistry
-from chatserve.tenancy.tenant import MAX_PRIORITY_CLASS, Tenant
+from chatserve.tenancy.tenant import DEFAULT_TENANT, MAX_PRIORITY_CLASS, Tenant
 from chatserve.tenancy.usage import Usage as TenantUsage
 from chatserve.text.answer_memory import AnswerMemory
 from chatserve.text.chat_template import ChatMessage, ChatTemplate, RenderedPrompt
@@ -213,15 +213,24 @@ class GenerationService:
 
     def _check_queue(self, tenant: str, count: int) -> None:
         """A full queue still takes in whoever has not had an equal part of it: a flood fills its own tenant's queue."""
-        waiting, limit = self._engine.num_waiting, self._max_queued
-        if waiting + count <= limit:
-            return
-        if waiting + count <= QUEUE_RESERVE * limit and self.tenants.has_queue_share(tenant, count, limit):
-            return
-        raise QueueFullError(
-            f"{waiting} requests are waiting, and this server queues {limit} at most. Try again shortly.",
-            retry_after=1.0,
+        if not self._has_place(tenant, count):
+            raise QueueFullError(
+                f"{self._engine.num_waiting} requests are waiting, and your part of this server's queue of "
+                f"{self._max_queued} is full. Try again shortly.",
+                retry_after=1.0,
+            )
+
+    def _has_place(self, tenant: str, count: int) -> bool:
+        waiting, limit = self._engine.num_waiting + count, self._max_queued
+        return waiting <= limit or (
+            waiting <= QUEUE_RESERVE * limit and self.tenants.has_queue_share(tenant, count, limit)
         )
+
+    @property
+    def queue_is_full(self) -> bool:
+        """Whether no tenant could put another request into the queue."""
+        names = [tenant.name for tenant in self.tenants.tenants()] or [DEFAULT_TENANT]
+        return not any(self._has_place(name, 1) for name in names)
 
     def _check_length(self, request: GenerationRequest) -> None:
         limit = self.context_length()

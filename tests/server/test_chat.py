@@ -6,11 +6,17 @@ import asyncio
 import json
 from itertools import product
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 from chatserve.config import ServerConfig
+from chatserve.server.completion import _frames
+from chatserve.server.encode import ChunkEncoder
+from chatserve.server.generation import Generation
+from chatserve.server.output_processor import ChoiceDone, TextDelta, Usage
+from chatserve.server.wire import ChunkHead, StreamOptions
 from tests.fakes import IM_END, FakeEngineClient, Script, Submission, ids, say
 from tests.server.live import HI, LiveServer, live_server
 
@@ -278,6 +284,16 @@ async def test_continuous_usage(live: LiveServer) -> None:
     counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
     assert counts == sorted(counts)
     assert counts[-1] == 7
+
+
+def test_continuous_usage_counts_what_was_sent() -> None:
+    """Where several tokens come at once, a chunk counts the tokens up to its own, not those behind it."""
+    head = ChunkHead(id="c", object="chat.completion.chunk", created=0, model="tiny", system_fingerprint="f")
+    encoder = ChunkEncoder(head, 1, options=StreamOptions(continuous_usage_stats=True), logprobs=None)
+    generation = cast(Generation, SimpleNamespace(usage=Usage(prompt_tokens=3, completion_tokens=14)))
+    events = [TextDelta(0, "ab", [1, 2], []), TextDelta(0, "c", [3], []), ChoiceDone(0, "stop", stop_token=9)]
+    chunks = [json.loads(line) for line in _frames(encoder, 0, generation, events).decode().split("data: ")[1:]]
+    assert [chunk["usage"]["completion_tokens"] for chunk in chunks] == [12, 13, 14]
 
 
 @pytest.mark.asyncio

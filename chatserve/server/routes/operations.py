@@ -31,7 +31,7 @@ class Operations:
             status = "draining"
         elif not context.engine.ready:
             status = "loading"
-        elif context.engine.num_waiting >= context.config.engine.scheduler.max_num_queued_reqs:
+        elif context.service.queue_is_full:
             status = "queue_full"
         return self._state(status)
 
