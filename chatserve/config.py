@@ -150,7 +150,7 @@ class TenancyConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             there, and keeps no state otherwise.
         file: TOML file that declares tenants.
         prefixes: system prompts that tenants share, computed at start.
-        admin_api_key: opens ``/admin/*``, which does not exist without it.
+        admin_api_key: opens ``/admin/*``, which does not exist without it, and ``/metrics``.
     """
 
     database: str | None = None

@@ -114,7 +114,7 @@ SETTINGS = (
     Setting(
         "tenancy.admin_api_key",
         "--admin-api-key",
-        "Key that opens /admin/*; better in CHATSERVE_ADMIN_API_KEY. Without it /admin/* does not exist.",
+        "Opens /admin/*, which does not exist without it, and /metrics. Better in CHATSERVE_ADMIN_API_KEY.",
     ),
     Setting("engine.model.name", "--served-model-name", "The model's name for clients."),
     Setting(

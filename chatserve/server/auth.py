@@ -18,9 +18,9 @@ import msgspec
 from starlette.types import Scope as ASGIScope
 
 from chatserve.errors import AuthenticationError, PermissionDeniedError
-from chatserve.server.auth_guard import KeyGuard
+from chatserve.server.auth_guard import KeyGuard, is_guessable
 from chatserve.server.origin import header
-from chatserve.tenancy.keys import ApiKey, key_id_of
+from chatserve.tenancy.keys import ApiKey
 from chatserve.tenancy.registry import TenantRegistry
 from chatserve.tenancy.tenant import DEFAULT_TENANT
 
@@ -60,6 +60,7 @@ class Authenticator:
         self._sessions: dict[bytes, tuple[float, str]] = {}  # until when, and by which key
         self._of_key: dict[str, deque[bytes]] = {}  # oldest first; those that were closed stay until their turn
         self._guard = KeyGuard()
+        tenants.on_revoked(self._forget)
 
     @property
     def required(self) -> bool:
@@ -125,7 +126,8 @@ class Authenticator:
         key = _bearer(scope)
         if key is None or self._admin is None or not hmac.compare_digest(_digest(key), self._admin):
             return False
-        self._guard.right(_address(scope), _ADMIN_ID, time.monotonic())
+        if is_guessable(key):
+            self._guard.right(_address(scope), _ADMIN_ID, time.monotonic())
         return True
 
     def _recognise(self, key: str, scope: ASGIScope) -> ApiKey:
@@ -137,7 +139,7 @@ class Authenticator:
             if error.code == AuthenticationError.default_code:  # not one that was revoked or has expired
                 self._guard.wrong(address, now)
             raise
-        if key_id_of(key) is None:  # without 256 random bits
+        if is_guessable(key):
             self._guard.right(address, record.id, now)
         return record
 
@@ -165,10 +167,19 @@ class Authenticator:
     def _session(self, scope: ASGIScope) -> Principal | None:
         token = _cookie(scope)
         entry = self._sessions.get(_digest(token)) if token is not None else None
-        if entry is None or entry[0] < time.monotonic():
+        if token is None or entry is None:
+            return None
+        if entry[0] < time.monotonic():
+            del self._sessions[_digest(token)]
             return None
         record = self._tenants.key(entry[1])  # still good?
         return Principal(record.tenant, record.id)
+
+    def _forget(self, key_ids: frozenset[str | None]) -> None:
+        """Close the sessions of keys that open nothing any more: what is kept is bounded by the keys that do."""
+        for key_id in key_ids:
+            for digest in self._of_key.pop(key_id, ()) if key_id is not None else ():
+                self._sessions.pop(digest, None)
 
 
 def _bearer(scope: ASGIScope) -> str | None:

@@ -1,10 +1,16 @@
 """Slows down whoever tries keys, by the address it tries them from.
 
-An address may be wrong a number of times a minute. Beyond that nothing that could be a guess is accepted from it:
-neither a key it has not used lately, nor even a right one, or guessing would go on at full speed. What nobody finds by
-guessing stays welcome, so that one client with a bad key locks out nobody behind the same NAT or proxy: keys with 256
-random bits, and keys that worked from that address within the last hour. Pure: time is an argument. Knows addresses
-and key ids, neither keys nor tenants; `chatserve.server.auth` is its only caller.
+An address may be wrong a number of times a minute. Beyond that nothing that could be a guess is accepted from it, not
+even if it is right, or guessing would go on at full speed. What nobody finds by guessing stays welcome, so that one
+client with a bad key locks out nobody behind the same NAT or proxy: every key of `UNGUESSABLE_CHARS` or more.
+
+The limit of this is short keys at an address that many share. One that worked from there within the last hour stays
+welcome, which its owner needs, and so can be guessed there as fast as anyone sends; one that did not is kept out for
+as long as somebody there keeps sending wrong keys. Long keys have neither trouble, nor have clients whose proxy is
+named in `ServerConfig.trusted_proxies`, as each is counted under its own address.
+
+Pure: time is an argument. Knows addresses and key ids, no tenants, and of a key no more than its length;
+`chatserve.server.auth` is its only caller.
 """
 
 from __future__ import annotations
@@ -19,7 +25,10 @@ WRONG_KEYS_PER_MINUTE = 20
 """Wrong keys an address may send at once, and per minute in the long run."""
 
 REMEMBERED_SECONDS = 3600.0
-"""How long a key that worked from an address is no guess there."""
+"""How long a short key that worked from an address is no guess there."""
+
+UNGUESSABLE_CHARS = 32
+"""Length from which a key is taken for random: 128 bits where it is hexadecimal, as ``openssl rand`` prints it."""
 
 MAX_ADDRESSES = 4096
 MAX_KNOWN = 16_384
@@ -27,6 +36,11 @@ MAX_KNOWN = 16_384
 
 _IPV6_NETWORK_BITS = 64
 _MAX_ADDRESS_CHARS = 64
+
+
+def is_guessable(key: str) -> bool:
+    """Whether a key is so short that whoever tries many may find it."""
+    return len(key) < UNGUESSABLE_CHARS
 
 
 class KeyGuard:
@@ -53,7 +67,7 @@ class KeyGuard:
             self._wrong.popitem(last=False)
 
     def right(self, address: str | None, key_id: str, now: float) -> None:
-        """A key that could have been guessed is right, and came from ``address``.
+        """A key that is guessable is right, and came from ``address``.
 
         Raises:
             RateLimitError: it may be the result of guessing.

@@ -26,6 +26,7 @@ from chatserve.engine.client import EngineClient
 from chatserve.errors import ConfigError, DrainingError
 from chatserve.server.app import create_app
 from chatserve.server.auth import Authenticator
+from chatserve.server.auth_guard import UNGUESSABLE_CHARS, is_guessable
 from chatserve.server.context import Lifecycle, ServerContext
 from chatserve.server.generation_service import GenerationService
 from chatserve.server.http_protocol import guarded_protocol
@@ -99,9 +100,10 @@ def build_context(
     metrics, lifecycle = ServerMetrics(), Lifecycle()
     tenants = tenants or open_registry(api_keys=config.server.api_keys)
     engine.on_ready_change(lambda _: metrics.observe_engine(engine.stats, engine.restarts))
-    TenantSync(engine, tenants)
+    answers = AnswerMemory()
+    tenant_sync = TenantSync(engine, tenants, answers)
     service = GenerationService(
-        engine, tokenizer, template, AnswerMemory(), config, tenants, metrics=metrics, lifecycle=lifecycle
+        engine, tokenizer, template, answers, config, tenants, metrics=metrics, lifecycle=lifecycle
     )
     return ServerContext(
         config=config,
@@ -110,6 +112,7 @@ def build_context(
         prefixes=PrefixRegistry(engine, service, config.tenancy.prefixes),
         sampling_defaults=sampling_defaults(Path(config.engine.model.path)),
         tenants=tenants,
+        tenant_sync=tenant_sync,
         origins=OriginPolicy(config.server),
         auth=Authenticator(tenants, config.tenancy.admin_api_key),
         metrics=metrics,
@@ -197,8 +200,21 @@ class DrainingServer(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Follow the tenants from the first request on."""
+        self._warn_of_short_keys()
         await self._context.tenants.start()
         await super().startup(sockets)
+
+    def _warn_of_short_keys(self) -> None:
+        config = self._context.config
+        keys = (*config.server.api_keys, config.tenancy.admin_api_key)
+        short = sum(key is not None and is_guessable(key) for key in keys)
+        if short:
+            self._log.warning(
+                "short_keys",
+                count=short,
+                effect="refused while wrong keys come from the same address",
+                advice=f"use keys of {UNGUESSABLE_CHARS} or more random characters: openssl rand -hex 32",
+            )
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Every stream has ended when this returns, and its use is in the books."""

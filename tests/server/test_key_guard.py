@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
 from pathlib import Path
 
 import pytest
+from structlog.testing import capture_logs
 from websockets.exceptions import InvalidStatus
 
 from chatserve.config import ServerConfig
 from chatserve.errors import AuthenticationError, RateLimitError
-from chatserve.server.auth import MAX_SESSIONS_PER_KEY, Authenticator
+from chatserve.server import auth as auth_module
+from chatserve.server.auth import MAX_SESSIONS_PER_KEY, SESSION_SECONDS, Authenticator
 from chatserve.server.auth_guard import (
     MAX_ADDRESSES,
     MAX_KNOWN,
     REMEMBERED_SECONDS,
+    UNGUESSABLE_CHARS,
     WRONG_KEYS_PER_MINUTE,
     KeyGuard,
     network_of,
@@ -30,6 +34,8 @@ from tests.server.ws_client import ws_client
 
 ADMIN = "the-admin-key"
 PLAIN = "a-plain-key"
+LONG_ADMIN = "0123456789abcdef" * 2
+LONG_PLAIN = "fedcba9876543210" * 2
 
 
 def try_wrong(guard: KeyGuard, address: str | None, times: int, now: float = 0.0) -> int:
@@ -157,6 +163,47 @@ async def test_over_the_wire(tiny_folder: Path) -> None:
 
 
 @pytest.mark.asyncio
+async def test_long_keys_pass_whatever_their_neighbours_send(tiny_folder: Path) -> None:
+    """Once a single wrong key every three seconds kept the admin key, and every plain key not used lately, out of a
+    shared address. From 32 characters on the right ones pass there the first time; wrong ones of that length are
+    counted and refused as any other.
+    """
+    assert len(LONG_ADMIN) == len(LONG_PLAIN) == UNGUESSABLE_CHARS
+    tenants = open_registry(api_keys=(LONG_PLAIN, LONG_PLAIN[1:]))
+    async with live_server(
+        tiny_folder, FakeEngineClient(), server=ServerConfig(port=0), tenants=tenants, admin_key=LONG_ADMIN
+    ) as live:
+        shared = "127.0.0.88"
+        for number in range(WRONG_KEYS_PER_MINUTE):
+            path = ("/v1/models", "/admin/tenants")[number % 2]
+            assert await guarded(live, f"{LONG_PLAIN[:-3]}x{number:02}", shared, path) == 401
+        for path in ("/v1/models", "/admin/tenants", "/metrics"):
+            assert await guarded(live, LONG_PLAIN[:-1] + "x", shared, path) == 429
+        assert await guarded(live, LONG_PLAIN[1:], shared) == 429  # right, one character too short
+        assert await guarded(live, LONG_PLAIN, shared) == 200
+        assert await guarded(live, LONG_ADMIN, shared, "/admin/tenants") == 200
+        assert await guarded(live, LONG_ADMIN, shared, "/metrics") == 200
+        assert (await live.post("/ui/login", {"key": LONG_PLAIN})).status == 204
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(
+    ("keys", "admin", "count"), [((PLAIN, LONG_PLAIN), ADMIN, 2), ((LONG_PLAIN,), LONG_ADMIN, 0), ((), None, 0)]
+)
+async def test_short_keys_are_warned_of_at_the_start(
+    tiny_folder: Path, keys: tuple[str, ...], admin: str | None, count: int
+) -> None:
+    """Once, with their number; no key is named."""
+    config = ServerConfig(port=0, api_keys=keys)
+    with capture_logs() as logs:
+        async with live_server(tiny_folder, FakeEngineClient(), server=config, admin_key=admin):
+            pass
+    warnings = [entry for entry in logs if entry["event"] == "short_keys"]
+    assert [(entry["log_level"], entry["count"]) for entry in warnings] == ([("warning", count)] if count else [])
+    assert not any(key in str(logs) for key in (*keys, admin) if key is not None)
+
+
+@pytest.mark.asyncio
 async def test_a_flood_of_guesses_delays_nobody(tiny_folder: Path) -> None:
     """A thousand wrong keys reach no engine, no tenant's books and no other address."""
     registry = TenantRegistry(TenantStore(None), pepper=bytes(32), declared=declared_keys([PLAIN]))
@@ -179,18 +226,50 @@ async def test_a_flood_of_guesses_delays_nobody(tiny_folder: Path) -> None:
         assert not registry.ledger.totals().get("default") or not registry.ledger.totals()["default"].requests_rejected
 
 
+HERE = {"type": "http", "method": "GET", "headers": [], "client": ("127.0.0.1", 1)}
+
+
+def visit(auth: Authenticator, token: str) -> None:
+    """A request with a session's cookie."""
+    auth.authenticate({**HERE, "headers": [(b"cookie", f"chatserve_session={token}".encode())]})
+
+
 def test_logins_of_one_key_end_no_session_of_another() -> None:
     """Sessions are bounded by key: the oldest of the same key goes."""
     auth = Authenticator(open_registry(api_keys=("one", "two")))
-    here = {"type": "http", "method": "GET", "headers": []}
-
-    def visit(token: str) -> None:
-        cookie = f"chatserve_session={token}".encode()
-        auth.authenticate({"type": "http", "method": "GET", "headers": [(b"cookie", cookie)]})
-
-    mine = auth.log_in("one", here)
-    first, *_, last = [auth.log_in("two", here) for _ in range(MAX_SESSIONS_PER_KEY + 1)]
-    visit(mine)
-    visit(last)
+    mine = auth.log_in("one", HERE)
+    first, *_, last = [auth.log_in("two", HERE) for _ in range(MAX_SESSIONS_PER_KEY + 1)]
+    visit(auth, mine)
+    visit(auth, last)
     with pytest.raises(AuthenticationError):
-        visit(first)
+        visit(auth, first)
+
+
+@pytest.mark.asyncio
+async def test_sessions_go_with_their_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once sessions of revoked and expired keys stayed in memory for good, and so did those met after their time."""
+    now = 1_000_000.0
+    registry = TenantRegistry(
+        TenantStore(None), pepper=bytes(32), declared=declared_keys([PLAIN]), clock=lambda: now, monotonic=lambda: now
+    )
+    auth = Authenticator(registry)
+    await registry.create_tenant(Tenant(name="acme"))
+    revoked = await registry.new_key("acme")
+    expiring = await registry.new_key("acme", expires=now + 60)
+    tokens = [auth.log_in(key, HERE) for key in (revoked.text, revoked.text, expiring.text, PLAIN)]
+    for token in tokens:
+        visit(auth, token)
+    await registry.revoke_key(revoked.record.id)
+    assert (len(auth._sessions), len(auth._of_key)) == (2, 2)
+    now += 61
+    await registry.create_tenant(Tenant(name="other"))  # whatever makes the registry look at its keys
+    assert (len(auth._sessions), len(auth._of_key)) == (1, 1)
+    for token in tokens[:3]:
+        with pytest.raises(AuthenticationError):
+            visit(auth, token)
+    visit(auth, tokens[3])
+    later = time.monotonic() + SESSION_SECONDS + 1
+    monkeypatch.setattr(auth_module.time, "monotonic", lambda: later)
+    with pytest.raises(AuthenticationError):
+        visit(auth, tokens[3])
+    assert not auth._sessions
