@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import platform
+import subprocess
 import threading
 from pathlib import Path
 
@@ -12,6 +14,7 @@ from click.testing import CliRunner
 from chatserve.cli.main import cli
 from chatserve.errors import ConfigError
 from chatserve.model import kernels
+from tests.kernels import native
 
 COUNTER = """#!/bin/sh
 echo x >> "$COUNT_FILE"
@@ -93,6 +96,17 @@ def test_the_command_compiles_and_says_where(tmp_path: Path, compiler: Path, mon
     path = build.plan(kernels.kernel_folder()).path
     assert path.read_text() == "compiled\n"
     assert str(path) in result.output
+
+
+@pytest.mark.parametrize("isa", build.ISAS)
+def test_the_sources_are_right_for_every_instruction_set(isa: str) -> None:
+    """Also for CPUs that this machine is not: the compiler accepts every source with the flags it would get there."""
+    if platform.machine() not in ("x86_64", "AMD64"):
+        isa = "portable"
+    flags = [*build._FLAGS, *build._ISA_FLAGS[isa], "-fsyntax-only"]
+    for source in sorted(build.SOURCES.glob("*.cpp")):
+        done = subprocess.run([native.compiler(), *flags, str(source)], capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
 
 
 def test_instruction_sets_follow_the_cpu() -> None:

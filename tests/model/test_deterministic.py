@@ -20,8 +20,8 @@ from tests.kernels.native import library
 from tests.model.tiny import write_model
 
 BLOCK_SIZE = 16
-LENGTHS = (300, 90, 17, 150, 260, 41, 16)
-SHARED_BLOCKS = 5
+LENGTHS = (300, 130, 17, 150, 260, 41, 16)
+SHARED_BLOCKS = 7
 
 
 @torch.inference_mode()

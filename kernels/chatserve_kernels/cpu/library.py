@@ -164,7 +164,7 @@ class Library:
 
     @property
     def share_threshold(self) -> int:
-        """Tokens that attending to a shared part of the past together must save reading."""
+        """Tokens that attending to a shared part of the past together must save each sequence reading, on average."""
         return int(self._functions.cs_share_threshold())
 
     @share_threshold.setter

@@ -14,7 +14,7 @@ constexpr int64_t kLayoutRows = 4;     // laying out keys and values costs about
 constexpr int64_t kHeadRows = 24;      // rows up to which a task takes several heads: a block holds them side by side
 constexpr int kMergesPerTask = 16;
 
-int g_share_threshold = 64;
+int g_share_threshold = 48;
 
 int64_t round_up(int64_t value, int64_t step) { return (value + step - 1) / step * step; }
 
@@ -68,7 +68,7 @@ class Planner {
     const int64_t end = paged_.run_blocks[run] * paged_.block_size;
     if (count < 2) return;
     const int64_t begin = shared_until_[size_t(members[0])];
-    if ((end - begin) * (count - 1) < g_share_threshold) return;
+    if ((end - begin) * (count - 1) < g_share_threshold * count) return;
     for (int64_t i = 0; i < count; ++i)
       if (shared_until_[size_t(members[i])] != begin || past(members[i]) < end) return;
     const int64_t first = int64_t(plan_.order.size());

@@ -1,0 +1,230 @@
+// Products of 8-bit activations and stored weights, as integers per group of 32 inputs: exact up to the rounding of the
+// activations. A row gets the same bits whatever rows are beside it.
+#include "linear_job.h"
+
+namespace cs {
+
+namespace {
+
+// y[r][16] = one tile of outputs for R rows from row0 on.
+#if defined(CS_AVX512)
+// sum += w · the four bytes at x, in every lane. The instruction spreads them itself, which GCC 12 would not let it do.
+inline __m512i dot(__m512i sum, __m512i w, const int8_t* x) {
+  struct Word {
+    int8_t bytes[4];
+  };
+  asm("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(sum) : "v"(w), "m"(*reinterpret_cast<const Word*>(x)));
+  return sum;
+}
+
+template <int R, bool kFourBit>
+void dot_tile(const uint8_t* unit, const Activation& a, int row0, float (*y)[kLanes]) {
+  const int groups = a.groups;
+  const int64_t inputs = int64_t(groups) * kGroup;
+  const int8_t* x = a.values.data() + row0 * inputs;
+  const __m512i nibble = _mm512_set1_epi8(15);
+  __m512 total[R];
+  for (int r = 0; r < R; ++r) total[r] = _mm512_setzero_ps();
+  for (int g = 0; g < groups; ++g, unit += dots_unit(kFourBit ? kQ4_1 : kQ8_0), x += kGroup) {
+    // Beyond what the hardware prefetchers run ahead: a tile is a stream of its own.
+    for (int64_t line = 0; line < dots_unit(kFourBit ? kQ4_1 : kQ8_0); line += 64)
+      _mm_prefetch(reinterpret_cast<const char*>(unit + kPrefetch + line), _MM_HINT_T0);
+    __m512i sum[R];
+    for (int r = 0; r < R; ++r)
+      sum[r] = kFourBit ? _mm512_setzero_si512() : _mm512_set1_epi32(-128 * a.sum.data()[(row0 + r) * groups + g]);
+    if constexpr (kFourBit) {
+      for (int j = 0; j < 4; ++j) {
+        const __m512i both = _mm512_load_si512(unit + 64 * j);
+        const __m512i low = _mm512_and_si512(both, nibble);
+        const __m512i high = _mm512_and_si512(_mm512_srli_epi16(both, 4), nibble);
+        for (int r = 0; r < R; ++r) {
+          sum[r] = dot(sum[r], low, x + r * inputs + 8 * j);
+          sum[r] = dot(sum[r], high, x + r * inputs + 8 * j + 4);
+        }
+      }
+    } else {
+      for (int j = 0; j < 8; ++j) {
+        const __m512i w = _mm512_loadu_si512(unit + 64 * j);
+        for (int r = 0; r < R; ++r) sum[r] = dot(sum[r], w, x + r * inputs + 4 * j);
+      }
+    }
+    const uint8_t* tail = unit + (kFourBit ? 256 : 512);
+    const __m512 scale = _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(tail)));
+    for (int r = 0; r < R; ++r) {
+      const __m512 both = _mm512_mul_ps(scale, _mm512_set1_ps(a.scale.data()[(row0 + r) * groups + g]));
+      total[r] = _mm512_fmadd_ps(both, _mm512_cvtepi32_ps(sum[r]), total[r]);
+    }
+    if constexpr (kFourBit) {
+      const __m512 minimum = _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(tail + 32)));
+      for (int r = 0; r < R; ++r)
+        total[r] = _mm512_fmadd_ps(minimum, _mm512_set1_ps(a.scaled_sum.data()[(row0 + r) * groups + g]), total[r]);
+    }
+  }
+  for (int r = 0; r < R; ++r) _mm512_storeu_ps(y[r], total[r]);
+}
+#elif defined(CS_AVX2)
+template <int R, bool kFourBit>
+void dot_tile(const uint8_t* unit, const Activation& a, int row0, float (*y)[kLanes]) {
+  const int groups = a.groups;
+  const int64_t inputs = int64_t(groups) * kGroup;
+  const int8_t* x = a.values.data() + row0 * inputs;
+  const __m256i nibble = _mm256_set1_epi8(15), ones = _mm256_set1_epi16(1), flip = _mm256_set1_epi8(-128);
+  __m256 total[R][2];
+  for (int r = 0; r < R; ++r) total[r][0] = total[r][1] = _mm256_setzero_ps();
+  const auto load = [](const uint8_t* p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)); };
+  const auto quad = [](const int8_t* bytes) {
+    int32_t word;
+    std::memcpy(&word, bytes, 4);
+    return _mm256_set1_epi32(word);
+  };
+  for (int g = 0; g < groups; ++g, unit += dots_unit(kFourBit ? kQ4_1 : kQ8_0), x += kGroup) {
+    const uint8_t* tail = unit + (kFourBit ? 256 : 512);
+    for (int half = 0; half < 2; ++half) {
+      __m256i sum[R];
+      for (int r = 0; r < R; ++r) sum[r] = _mm256_setzero_si256();
+      if constexpr (kFourBit) {
+        for (int j = 0; j < 4; ++j) {
+          const __m256i both = load(unit + 64 * j + 32 * half);
+          const __m256i low = _mm256_and_si256(both, nibble);
+          const __m256i high = _mm256_and_si256(_mm256_srli_epi16(both, 4), nibble);
+          for (int r = 0; r < R; ++r) {
+            // At most 4 × 15 × 127 in 16 bits: no saturation.
+            const __m256i products = _mm256_add_epi16(_mm256_maddubs_epi16(low, quad(x + r * inputs + 8 * j)),
+                                                      _mm256_maddubs_epi16(high, quad(x + r * inputs + 8 * j + 4)));
+            sum[r] = _mm256_add_epi32(sum[r], _mm256_madd_epi16(products, ones));
+          }
+        }
+      } else {
+        for (int j = 0; j < 8; ++j) {
+          const __m256i w = _mm256_xor_si256(load(unit + 64 * j + 32 * half), flip);
+          const __m256i magnitude = _mm256_abs_epi8(w);
+          for (int r = 0; r < R; ++r) {
+            // |w| × (x with w's sign): pairs stay below 2 × 128 × 127.
+            const __m256i products =
+                _mm256_maddubs_epi16(magnitude, _mm256_sign_epi8(quad(x + r * inputs + 4 * j), w));
+            sum[r] = _mm256_add_epi32(sum[r], _mm256_madd_epi16(products, ones));
+          }
+        }
+      }
+      const auto halves = [&](int offset) {
+        return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(tail + offset + 16 * half)));
+      };
+      const __m256 scale = halves(0);
+      for (int r = 0; r < R; ++r) {
+        const __m256 both = _mm256_mul_ps(scale, _mm256_set1_ps(a.scale.data()[(row0 + r) * groups + g]));
+        total[r][half] = _mm256_fmadd_ps(both, _mm256_cvtepi32_ps(sum[r]), total[r][half]);
+      }
+      if constexpr (kFourBit) {
+        const __m256 minimum = halves(32);
+        for (int r = 0; r < R; ++r)
+          total[r][half] = _mm256_fmadd_ps(
+              minimum, _mm256_set1_ps(a.scaled_sum.data()[(row0 + r) * groups + g]), total[r][half]);
+      }
+    }
+  }
+  for (int r = 0; r < R; ++r)
+    for (int half = 0; half < 2; ++half) _mm256_storeu_ps(y[r] + 8 * half, total[r][half]);
+}
+#else
+template <int R, bool kFourBit>
+void dot_tile(const uint8_t* unit, const Activation& a, int row0, float (*y)[kLanes]) {
+  const int groups = a.groups;
+  const int64_t inputs = int64_t(groups) * kGroup;
+  std::memset(y, 0, sizeof(float) * R * kLanes);
+  for (int g = 0; g < groups; ++g, unit += dots_unit(kFourBit ? kQ4_1 : kQ8_0)) {
+    const uint8_t* tail = unit + (kFourBit ? 256 : 512);
+    for (int r = 0; r < R; ++r) {
+      const int8_t* x = a.values.data() + (row0 + r) * inputs + g * kGroup;
+      int32_t sum[kLanes] = {};
+      for (int i = 0; i < kGroup; ++i)
+        for (int o = 0; o < kLanes; ++o) {
+          const int w = kFourBit ? (unit[i / 8 * 64 + o * 4 + i % 4] >> (i % 8 / 4 * 4)) & 15
+                                 : int(unit[i / 4 * 64 + o * 4 + i % 4]) - 128;
+          sum[o] += w * x[i];
+        }
+      const int64_t at = int64_t(row0 + r) * groups + g;
+      for (int o = 0; o < kLanes; ++o) {
+        y[r][o] += half_at(tail + 2 * o) * a.scale.data()[at] * float(sum[o]);
+        if (kFourBit) y[r][o] += half_at(tail + 32 + 2 * o) * a.scaled_sum.data()[at];
+      }
+    }
+  }
+}
+#endif
+
+template <int R>
+void dot_rows(const Job& job, int pair, int row0) {
+  alignas(64) float y[2][R][kLanes];
+  const int groups = job.linear.groups();
+  const uint8_t* unit = job.linear.dots + int64_t(pair) * 2 * groups * dots_unit(job.linear.kind);
+  for (int t = 0; t < 2; ++t, unit += int64_t(groups) * dots_unit(job.linear.kind)) {
+    if (job.linear.four_bit()) dot_tile<R, true>(unit, job.activation, row0, y[t]);
+    else dot_tile<R, false>(unit, job.activation, row0, y[t]);
+  }
+  for (int r = 0; r < R; ++r) job.finish(pair, row0 + r, y[0][r], y[1][r]);
+}
+
+}  // namespace
+
+void dot_pair(const Job& job, int pair) {
+  int row = 0;
+  for (; row + 8 <= job.activation.rows; row += 8) dot_rows<8>(job, pair, row);
+  switch (job.activation.rows - row) {
+    case 1: return dot_rows<1>(job, pair, row);
+    case 2: return dot_rows<2>(job, pair, row);
+    case 3: return dot_rows<3>(job, pair, row);
+    case 4: return dot_rows<4>(job, pair, row);
+    case 5: return dot_rows<5>(job, pair, row);
+    case 6: return dot_rows<6>(job, pair, row);
+    case 7: return dot_rows<7>(job, pair, row);
+  }
+}
+
+// Scales say so when a row is not finite, because 8-bit integers cannot.
+void quantise_row(Activation& a, int row, const float* x, int64_t inputs, const float* weight, float factor) {
+  const int groups = int(inputs / kGroup);
+  for (int g = 0; g < groups; ++g) {
+    int8_t* q = a.values.data() + row * inputs + g * kGroup;
+    float largest, poison;
+    int32_t sum = 0;
+#if defined(CS_AVX512)
+    const auto part = [&](int64_t at) {
+      const __m512 v = _mm512_mul_ps(_mm512_loadu_ps(x + at), _mm512_set1_ps(factor));
+      return weight == nullptr ? v : _mm512_mul_ps(v, _mm512_loadu_ps(weight + at));
+    };
+    const __m512 low = part(g * kGroup), high = part(g * kGroup + 16);
+    constexpr int kNotFinite = 0x99;
+    const bool finite = (_mm512_fpclass_ps_mask(low, kNotFinite) | _mm512_fpclass_ps_mask(high, kNotFinite)) == 0;
+    poison = finite ? 0.0f : std::nanf("");
+    largest = _mm512_reduce_max_ps(_mm512_max_ps(_mm512_abs_ps(low), _mm512_abs_ps(high)));
+    const __m512 inverse = _mm512_set1_ps(finite && largest > 0.0f ? 127.0f / largest : 0.0f);
+    const __m512i a0 = _mm512_cvtps_epi32(_mm512_mul_ps(low, inverse));
+    const __m512i a1 = _mm512_cvtps_epi32(_mm512_mul_ps(high, inverse));
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(q), _mm512_cvtepi32_epi8(a0));
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(q + 16), _mm512_cvtepi32_epi8(a1));
+    sum = finite ? _mm512_reduce_add_epi32(_mm512_add_epi32(a0, a1)) : 0;
+#else
+    float v[kGroup];
+    largest = poison = 0.0f;
+    for (int i = 0; i < kGroup; ++i)
+      v[i] = x[g * kGroup + i] * factor * (weight == nullptr ? 1.0f : weight[g * kGroup + i]);
+    for (int i = 0; i < kGroup; ++i) {
+      largest = std::max(largest, std::fabs(v[i]));
+      poison += v[i] * 0.0f;
+    }
+    const float inverse = largest > 0.0f ? 127.0f / largest : 0.0f;
+    for (int i = 0; i < kGroup; ++i) {
+      const int32_t value = poison == 0.0f ? int32_t(std::nearbyint(v[i] * inverse)) : 0;
+      q[i] = int8_t(value);
+      sum += value;
+    }
+#endif
+    const float scale = largest / 127.0f + poison;
+    const int64_t at = int64_t(row) * groups + g;
+    a.scale.data()[at] = scale;
+    a.scaled_sum.data()[at] = scale * float(sum);
+    a.sum.data()[at] = sum;
+  }
+}
+
+}  // namespace cs
