@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from chatserve.server.origin import OriginPolicy
     from chatserve.server.prefixes import PrefixRegistry
     from chatserve.server.sampling_defaults import SamplingDefaults
+    from chatserve.server.tenant_sync import TenantSync
     from chatserve.tenancy.registry import TenantRegistry
 
 
@@ -60,6 +61,7 @@ class ServerContext:
     prefixes: PrefixRegistry
     sampling_defaults: SamplingDefaults
     tenants: TenantRegistry
+    tenant_sync: TenantSync
     origins: OriginPolicy
     auth: Authenticator
     metrics: ServerMetrics

@@ -100,9 +100,10 @@ def build_context(
     metrics, lifecycle = ServerMetrics(), Lifecycle()
     tenants = tenants or open_registry(api_keys=config.server.api_keys)
     engine.on_ready_change(lambda _: metrics.observe_engine(engine.stats, engine.restarts))
-    TenantSync(engine, tenants)
+    answers = AnswerMemory()
+    tenant_sync = TenantSync(engine, tenants, answers)
     service = GenerationService(
-        engine, tokenizer, template, AnswerMemory(), config, tenants, metrics=metrics, lifecycle=lifecycle
+        engine, tokenizer, template, answers, config, tenants, metrics=metrics, lifecycle=lifecycle
     )
     return ServerContext(
         config=config,
@@ -111,6 +112,7 @@ def build_context(
         prefixes=PrefixRegistry(engine, service, config.tenancy.prefixes),
         sampling_defaults=sampling_defaults(Path(config.engine.model.path)),
         tenants=tenants,
+        tenant_sync=tenant_sync,
         origins=OriginPolicy(config.server),
         auth=Authenticator(tenants, config.tenancy.admin_api_key),
         metrics=metrics,

@@ -1,4 +1,4 @@
-"""Keeps the engine and the tenants' registry of one mind.
+"""Keeps the engine and the tenants' registry of one mind, and has everybody forget a tenant that was deleted.
 
 Towards the engine go weights and shares of the KV pool, and a purge when a tenant is deleted; from it come the tokens
 and blocks it counted, which are booked in the ledger. The engine's counts are the truth: they include what was
@@ -12,13 +12,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 
 from chatserve.engine.client import EngineClient
 from chatserve.engine.protocol import TenantState
 from chatserve.errors import EngineUnavailableError
 from chatserve.tenancy.registry import TenantRegistry
 from chatserve.tenancy.usage import Usage
+from chatserve.text.answer_memory import AnswerMemory
 
 OPERATOR = "_operator"
 """In the books: whoever publishes prefixes to several tenants. No tenant can have this name."""
@@ -27,12 +28,17 @@ _DEFAULTS = (1.0, 0.0, 1.0)
 
 
 class TenantSync:
-    """The link between one `EngineClient` and one `TenantRegistry`."""
+    """The link between one `EngineClient` and one `TenantRegistry`; deleted tenants leave ``answers`` too."""
 
     def __init__(
-        self, engine: EngineClient, tenants: TenantRegistry, clock: Callable[[], float] = time.monotonic
+        self,
+        engine: EngineClient,
+        tenants: TenantRegistry,
+        answers: AnswerMemory,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._engine = engine
+        self._answers = answers
         self._tenants = tenants
         self._clock = clock
         self._declared: dict[str, tuple[float, float, float]] = {}
@@ -40,15 +46,20 @@ class TenantSync:
         self._counted: dict[str, tuple[TenantState, float]] = {}  # of the engine that runs now, booked until when
         self._restarts = engine.restarts
         self._away = False
-        self._purges: set[asyncio.Task[None]] = set()
+        self._forgetters: list[Callable[[str], Coroutine[None, None, None]]] = [self._purge]
+        self._forgetting: set[asyncio.Task[None]] = set()
         engine.on_tenants(self._book)
         engine.on_ready_change(self._ready_changed)
         tenants.on_change(self._declare)
         tenants.ledger.on_flush(self._book_blocks)
         self._declare()
 
+    def on_deleted(self, forget: Callable[[str], Coroutine[None, None, None]]) -> None:
+        """Run ``forget(tenant)`` on the loop for every tenant that is deleted from now on."""
+        self._forgetters.append(forget)
+
     def _declare(self) -> None:
-        """Tell the engine what differs from what it was told, and have it forget tenants that are gone."""
+        """Tell the engine what differs from what it was told, and have everybody forget tenants that are gone."""
         names = set[str]()
         for tenant in self._tenants.tenants():
             names.add(tenant.name)
@@ -59,9 +70,11 @@ class TenantSync:
         for name in self._names - names:
             self._engine.set_tenant(name)
             self._declared.pop(name, None)
-            task = asyncio.create_task(self._purge(name))
-            self._purges.add(task)
-            task.add_done_callback(self._purges.discard)
+            self._answers.forget(name)
+            for forget in self._forgetters:
+                task = asyncio.create_task(forget(name))
+                self._forgetting.add(task)
+                task.add_done_callback(self._forgetting.discard)
         self._names = names
 
     async def _purge(self, name: str) -> None:

@@ -38,7 +38,9 @@ def websocket_routes(
     """The WebSocket part of the route table; conversations live in memory unless ``store`` says otherwise."""
     if store is None:
         store = MemoryStore(max_messages=context.config.server.max_messages)
-    endpoint = _Endpoint(context, ChatHub(context, store), limits or ConnectionLimits())
+    hub = ChatHub(context, store)
+    context.tenant_sync.on_deleted(hub.forget)
+    endpoint = _Endpoint(context, hub, limits or ConnectionLimits())
     return [WebSocketRoute("/v1/ws", endpoint.serve, name="ws")]
 
 

@@ -3,15 +3,13 @@
 Turns a `ChatSend` into a stored user message, one engine request and one `LiveGeneration` per answer; writes the logs
 as the engine produces; closes each answer exactly once, in the store first and on the wire second, so that a client
 that has seen the end can build on it. Knows conversations, the generation service and idempotency; knows no sockets.
-`ws_connection` is its caller.
+`ws_connection` is its caller; `tenant_sync` tells it of deleted tenants.
 """
 
 from __future__ import annotations
 
 import asyncio
-import time
 from array import array
-from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -40,6 +38,7 @@ from chatserve.server.generation import (
 )
 from chatserve.server.ws_generation import LiveGeneration
 from chatserve.server.ws_params import parse_params
+from chatserve.server.ws_recent import Recent
 from chatserve.server.ws_timing import Stopwatch
 from chatserve.sessions.conversation import Message, new_id, new_message
 from chatserve.text.chat_template import ChatMessage
@@ -49,10 +48,6 @@ if TYPE_CHECKING:
     from chatserve.server.context import ServerContext
     from chatserve.sessions.store import ConversationStore
     from chatserve.text.tokenizer import Tokenizer
-
-IDEMPOTENCY_SECONDS = 600.0
-MAX_REMEMBERED = 4096
-"""Sends and ended generations remembered at most, over all tenants."""
 
 QUEUE_NOTICE_SECONDS = 0.5
 """How often a waiting client hears about its place, where that has changed."""
@@ -110,8 +105,7 @@ class ChatHub:
         self._context = context
         self._store = store
         self._turns: dict[str, Turn] = {}  # running, by generation id
-        self._sent: OrderedDict[tuple[str, str], tuple[float, asyncio.Future[Sent]]] = OrderedDict()
-        self._ended: OrderedDict[str, str] = OrderedDict()  # generation id to tenant
+        self._recent = Recent[Sent]()
         self._log = structlog.get_logger("chatserve.websocket")
 
     def active(self, tenant: str) -> list[wire.ActiveGeneration]:
@@ -129,18 +123,15 @@ class ChatHub:
         Raises:
             ChatserveError: refused; nothing was stored or started.
         """
-        key = (principal.tenant, command.id)
-        now = time.monotonic()
-        self._forget_sends(now)
-        known = self._sent.get(key)
+        tenant = principal.tenant
+        known = self._recent.find_send(tenant, command.id)
         if known is not None:
-            return await asyncio.shield(known[1])
-        future: asyncio.Future[Sent] = asyncio.get_running_loop().create_future()
-        self._sent[key] = (now, future)
+            return await asyncio.shield(known)
+        future = self._recent.add_send(tenant, command.id)
         try:
             sent = await self._start(principal, command)
         except BaseException as error:
-            del self._sent[key]
+            self._recent.drop_send(tenant, command.id)
             known_error = error if isinstance(error, ChatserveError) else ConflictError(_FIRST_SENDER_LEFT)
             future.set_exception(known_error)
             future.exception()  # seen by a second sender of this id only, and usually there is none
@@ -156,8 +147,8 @@ class ChatHub:
         """
         turn = self._turns.get(gen)
         live = None if turn is None else next(answer for answer in turn.answers if answer.gen == gen)
-        owner = self._ended.get(gen) if live is None else live.tenant
-        if owner != tenant:
+        known = self._recent.has_ended(tenant, gen) if live is None else live.tenant == tenant
+        if not known:
             raise NotFoundError("No such generation; it may have ended long ago.", param="gen")
         if turn is not None and live is not None:
             await self._close(turn, live, reason=reason)
@@ -167,6 +158,11 @@ class ChatHub:
         for live in answers:
             if live.num_watches == 0 and live.terminal is None:
                 await self.cancel(live.tenant, live.gen, reason="abandoned")
+
+    async def forget(self, tenant: str) -> None:
+        """Drop what is kept of a tenant, which was deleted; its running answers were ended with its keys."""
+        self._recent.forget(tenant)
+        await self._store.forget(tenant)
 
     async def _start(self, principal: Principal, command: wire.ChatSend) -> Sent:
         context = self._context
@@ -337,17 +333,7 @@ class ChatHub:
             timings = turn.stopwatches[index].timings()
             live.finish(wire.Done(live.gen, live.end, final_reason, usage, timings, live.text_sha256()))
         self._turns.pop(live.gen, None)
-        self._ended[live.gen] = live.tenant
-        if len(self._ended) > MAX_REMEMBERED:
-            self._ended.popitem(last=False)
-
-    def _forget_sends(self, now: float) -> None:
-        while self._sent:
-            key, (sent_at, future) = next(iter(self._sent.items()))
-            expired = now - sent_at > IDEMPOTENCY_SECONDS or len(self._sent) > MAX_REMEMBERED
-            if not expired or not future.done():
-                return
-            del self._sent[key]
+        self._recent.add_ended(live.tenant, live.gen)
 
 
 def exact_token_ids(tokenizer: Tokenizer, text: str, token_ids: Sequence[int]) -> bytes | None:
