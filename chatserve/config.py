@@ -109,6 +109,8 @@ class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         api_keys: bearer keys; without any, only loopback addresses may be bound.
         allowed_hosts: further Host names to answer to, beside the bound address and loopback names.
         allowed_origins: web origins, beside the server's own, whose pages may talk to it.
+        trusted_proxies: addresses and networks of reverse proxies (``unix``: whoever connects to ``uds``) whose
+            X-Forwarded-For and X-Forwarded-Proto say where a request comes from. They must set or append to them.
         receive_timeout: seconds a client has to deliver headers and body.
         send_timeout: seconds without progress after which a reader that does not read is dropped.
         heartbeat_interval: seconds between SSE comments while nothing else is sent.
@@ -121,6 +123,7 @@ class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     api_keys: tuple[str, ...] = ()
     allowed_hosts: tuple[str, ...] = ()
     allowed_origins: tuple[str, ...] = ()
+    trusted_proxies: tuple[str, ...] = ()
     ui: bool = True
     max_body_bytes: Positive = 4 * 1024 * 1024
     max_nesting_depth: Positive = 64

@@ -89,6 +89,12 @@ SETTINGS = (
         "A web origin whose pages may talk to this server. Repeatable.",
         kind="list",
     ),
+    Setting(
+        "server.trusted_proxies",
+        "--trusted-proxies",
+        "Address or network of a proxy whose X-Forwarded-For is believed; unix for --uds. Repeatable.",
+        kind="list",
+    ),
     Setting("server.ui", "--ui", "Serve the chat page at /.", kind="switch"),
     Setting("server.max_body_bytes", "--max-body-bytes", "Longest request body.", kind="size"),
     Setting("server.heartbeat_interval", "--sse-ping-interval", "Seconds between comments on a quiet event stream."),

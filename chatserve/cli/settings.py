@@ -7,6 +7,7 @@ tables of `chatserve.cli.flags`; does not start anything. Called by ``chatserve 
 from __future__ import annotations
 
 import difflib
+import ipaddress
 import re
 import tomllib
 from collections.abc import Mapping
@@ -201,6 +202,10 @@ def _check(config: Config, origins: Mapping[str, str]) -> None:
         raise _complaint("engine.cache.block_size", f"must be a power of two, not {block_size}", origins)
     if config.engine.model.trust_remote_code:
         raise _complaint("engine.model.trust_remote_code", "code from model folders is never run", origins)
+    for proxy in config.server.trusted_proxies:
+        if proxy != "unix" and not _is_network(proxy):
+            problem = f"must be addresses, networks or unix, not {proxy!r}"
+            raise _complaint("server.trusted_proxies", problem, origins)
     admin_key = config.tenancy.admin_api_key
     for path, keys in (
         ("server.api_keys", config.server.api_keys),
@@ -211,6 +216,14 @@ def _check(config: Config, origins: Mapping[str, str]) -> None:
                 raise _complaint(path, "a key must be printable ASCII without spaces, and not empty", origins)
     if admin_key in config.server.api_keys:
         raise _complaint("tenancy.admin_api_key", "must not be one of the keys that clients use", origins)
+
+
+def _is_network(text: str) -> bool:
+    try:
+        ipaddress.ip_network(text)
+    except ValueError:
+        return False
+    return True
 
 
 def _complaint(path: str, problem: str, origins: Mapping[str, str]) -> ConfigError:

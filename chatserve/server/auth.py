@@ -18,6 +18,7 @@ import msgspec
 from starlette.types import Scope as ASGIScope
 
 from chatserve.errors import AuthenticationError, PermissionDeniedError
+from chatserve.server.auth_address import address_of
 from chatserve.server.auth_guard import KeyGuard, is_guessable
 from chatserve.server.origin import header
 from chatserve.tenancy.keys import ApiKey
@@ -99,7 +100,7 @@ class Authenticator:
         """
         if not self._is_admin(scope):
             if _bearer(scope) is not None:
-                self._guard.wrong(_address(scope), time.monotonic())
+                self._guard.wrong(address_of(scope), time.monotonic())
             raise AuthenticationError(
                 "The admin key is needed here: send the header Authorization: Bearer <admin key>."
             )
@@ -127,12 +128,12 @@ class Authenticator:
         if key is None or self._admin is None or not hmac.compare_digest(_digest(key), self._admin):
             return False
         if is_guessable(key):
-            self._guard.right(_address(scope), _ADMIN_ID, time.monotonic())
+            self._guard.right(address_of(scope), _ADMIN_ID, time.monotonic())
         return True
 
     def _recognise(self, key: str, scope: ASGIScope) -> ApiKey:
         """The record of a key. Whether it is right does not show in the time, nor to whoever tries too many."""
-        address, now = _address(scope), time.monotonic()
+        address, now = address_of(scope), time.monotonic()
         try:
             record = self._tenants.recognise(key)
         except AuthenticationError as error:
@@ -190,12 +191,6 @@ def _bearer(scope: ASGIScope) -> str | None:
     if scheme.lower() != "bearer" or not key.strip():
         raise AuthenticationError("The Authorization header must read: Bearer <key>.")
     return key.strip()
-
-
-def _address(scope: ASGIScope) -> str | None:
-    """Where a request came from (behind a trusted proxy, what that says); ``None`` on a local socket."""
-    client = scope.get("client")
-    return str(client[0]) if client else None
 
 
 def _digest(secret: str) -> bytes:

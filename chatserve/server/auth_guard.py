@@ -50,14 +50,12 @@ class KeyGuard:
         self._wrong: OrderedDict[str, Meter] = OrderedDict()
         self._known: OrderedDict[tuple[str, str], float] = OrderedDict()
 
-    def wrong(self, address: str | None, now: float) -> None:
-        """A key that is not known here came from ``address``; ``None`` is a local socket, whose peers are trusted.
+    def wrong(self, address: str, now: float) -> None:
+        """A key that is not known here came from ``address``.
 
         Raises:
             RateLimitError: too many did; the caller is told this instead of what was wrong.
         """
-        if address is None:
-            return
         network = network_of(address)
         self._refuse(network, now)
         meter = self._wrong.setdefault(network, Meter())
@@ -66,14 +64,12 @@ class KeyGuard:
         if len(self._wrong) > MAX_ADDRESSES:
             self._wrong.popitem(last=False)
 
-    def right(self, address: str | None, key_id: str, now: float) -> None:
+    def right(self, address: str, key_id: str, now: float) -> None:
         """A key that is guessable is right, and came from ``address``.
 
         Raises:
             RateLimitError: it may be the result of guessing.
         """
-        if address is None:
-            return
         network = network_of(address)
         until = self._known.get((network, key_id))
         if until is None or until < now:

@@ -26,6 +26,7 @@ from chatserve.engine.client import EngineClient
 from chatserve.errors import ConfigError, DrainingError
 from chatserve.server.app import create_app
 from chatserve.server.auth import Authenticator
+from chatserve.server.auth_address import heed_proxies
 from chatserve.server.auth_guard import UNGUESSABLE_CHARS, is_guessable
 from chatserve.server.context import Lifecycle, ServerContext
 from chatserve.server.generation_service import GenerationService
@@ -179,7 +180,8 @@ class DrainingServer(uvicorn.Server):
         config = context.config.server
         super().__init__(
             uvicorn.Config(
-                create_app(context),
+                heed_proxies(create_app(context), config.trusted_proxies),
+                proxy_headers=False,  # on by default, for loopback peers and those of an environment variable
                 http=guarded_protocol(config.receive_timeout),
                 ws=WebSocketProtocol,
                 ws_per_message_deflate=False,

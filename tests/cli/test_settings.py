@@ -53,6 +53,7 @@ def test_every_flag_reaches_its_value() -> None:
         "server.host": ("127.0.0.9", "127.0.0.9"),
         "server.uds": ("/tmp/s", "/tmp/s"),
         "server.ui": ("false", False),
+        "server.trusted_proxies": ("10.0.0.0/8", ("10.0.0.0/8",)),
         "server.log_level": ("WARN", "warning"),
         "server.log_format": ("json", "json"),
         **{f"tenancy.{name}": ("seven", "seven") for name in ("database", "file", "admin_api_key")},
@@ -117,6 +118,8 @@ def test_known_flags_that_do_nothing_are_refused_by_name(unsupported: flags.Unsu
         ({}, {"CHATSERVE_API_KEY": "a b"}, "environment CHATSERVE_API_KEY"),
         ({"api_key": ("[1",)}, {}, "JSON list"),
         ({}, {"CHATSERVE_UI": "maybe"}, "server.ui"),
+        ({"trusted_proxies": ("*",)}, {}, "server.trusted_proxies: must be addresses, networks or unix, not '*'"),
+        ({}, {"CHATSERVE_TRUSTED_PROXIES": "unix,10.0.0.1/8"}, "not '10.0.0.1/8'"),
     ],
 )
 def test_a_bad_value_is_a_complaint_that_names_its_origin(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import statistics
 import time
@@ -70,26 +71,35 @@ async def test_bearer_keys(tiny_folder: Path) -> None:
 
 
 def test_key_check_takes_the_same_time_for_near_and_far_keys() -> None:
-    """Keys are found by digest: sharing a prefix with a real one tells nothing (Welch's t)."""
+    """Keys are found by digest: sharing a prefix with a real one tells nothing (median of Welch's t)."""
     auth = Authenticator(open_registry(api_keys=KEYS.api_keys))
 
+    addresses = itertools.count(1)
+
     def authenticate(key: str) -> None:
-        auth.authenticate({"type": "http", "method": "GET", "headers": [(b"authorization", b"Bearer " + key.encode())]})
+        header = (b"authorization", b"Bearer " + key.encode())
+        client = (f"client-{next(addresses)}", 1)  # each its own: none is over the limit
+        auth.authenticate({"type": "http", "method": "GET", "headers": [header], "client": client})
 
     # Both look like keys: that a text has another form than ours may show, it tells nothing of any key.
     near, far = KEY[:-1] + "x", "cs_test_" + "f" * 16
-    times: dict[str, list[float]] = {near: [], far: []}
-    order = [near, far] * 4000
-    random.Random(1).shuffle(order)
-    for key in order:
-        started = time.perf_counter_ns()
-        with pytest.raises(AuthenticationError):
-            authenticate(key)
-        times[key].append(time.perf_counter_ns() - started)
-    cut = {key: sorted(values)[: len(values) * 9 // 10] for key, values in times.items()}
-    (a, b) = cut.values()
-    spread = (statistics.variance(a) / len(a) + statistics.variance(b) / len(b)) ** 0.5
-    assert abs(statistics.mean(a) - statistics.mean(b)) / spread < 4.5
+
+    def difference(seed: int) -> float:
+        times: dict[str, list[float]] = {near: [], far: []}
+        order = [near, far] * 4000
+        random.Random(seed).shuffle(order)
+        for key in order:
+            started = time.perf_counter_ns()
+            with pytest.raises(AuthenticationError):
+                authenticate(key)
+            times[key].append(time.perf_counter_ns() - started)
+        (a, b) = (sorted(values)[: len(values) * 9 // 10] for values in times.values())
+        spread = (statistics.variance(a) / len(a) + statistics.variance(b) / len(b)) ** 0.5
+        return (statistics.mean(a) - statistics.mean(b)) / spread
+
+    # What the machine does meanwhile comes in stretches, and one round alone was seen at 7.0; a
+    # difference between the keys is there in every round, and has one sign.
+    assert abs(statistics.median(difference(seed) for seed in range(5))) < 4.5
 
 
 def cookie_of(reply: Reply) -> str:
