@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,7 +44,6 @@ def run_load(
     concurrency: int | None = None,
     starts: Sequence[float] | None = None,
     endpoint: Endpoint = "completions",
-    watch: Callable[[], Awaitable[None]] | None = None,
 ) -> Outcome:
     """Send everything and wait for the end.
 
@@ -52,13 +51,12 @@ def run_load(
         concurrency: closed loop: so many conversations at once; ``None`` for all.
         starts: open loop: when each conversation begins, in seconds from now, whatever the server does. Later turns
             follow their own answers, as people do.
-        watch: a coroutine to run beside the load.
 
     Raises:
         LoadError: any request failed or was answered with another number of tokens than was asked for.
     """
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        outcome = runner.run(_run(target, conversations, concurrency, starts, endpoint, watch))
+        outcome = runner.run(_run(target, conversations, concurrency, starts, endpoint))
     failed = [reply for reply in outcome.replies if reply.error is not None]
     if failed:
         raise LoadError(f"{len(failed)} of {len(outcome.replies)} requests failed; the first: {failed[0].error}")
@@ -75,10 +73,8 @@ async def _run(
     concurrency: int | None,
     starts: Sequence[float] | None,
     endpoint: Endpoint,
-    watch: Callable[[], Awaitable[None]] | None,
 ) -> Outcome:
     talks = [_Talk(target, conversation, endpoint) for conversation in conversations]
-    beside = asyncio.ensure_future(watch()) if watch is not None else None
     cpu, began = time.process_time(), time.perf_counter()
     if starts is not None:
         await asyncio.gather(*(talk.run(began + start) for talk, start in zip(talks, starts, strict=True)))
@@ -93,8 +89,6 @@ async def _run(
 
         await asyncio.gather(*(work() for _ in range(concurrency)))
     client_cpu = time.process_time() - cpu
-    if beside is not None:
-        await beside
     return Outcome([reply for talk in talks for reply in talk.replies()], began, client_cpu)
 
 

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks._api_cost import process_cpu_seconds
 from benchmarks._fleet import Fleet
 from benchmarks._local_server import free_port
 from benchmarks._race_rows import PEERS, Metric, compare, line_of, load_rows
@@ -190,8 +189,3 @@ def test_a_server_that_dies_or_never_gets_ready_says_what_it_said() -> None:
         Server("test", sleeper("print('no such weights', flush=True); raise SystemExit(3)", free_port()))
     with pytest.raises(ServerError, match=r"not ready after 0\.2"):
         Server("test", sleeper("import time; time.sleep(60)", free_port(), patience=0.2))
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="the clock's number is Linux's")
-def test_the_cpu_clock_of_a_process_is_found_by_its_pid() -> None:
-    assert process_cpu_seconds(os.getpid()) == pytest.approx(time.process_time(), abs=0.05)
