@@ -179,7 +179,7 @@ class Race:
         paces = {ms: streaming.measure(step_ms=ms, rounds=self.rounds, transports=("sse",)) for ms in (10.0, 20.0)}
         costs = {ms: paces[ms]["us_per_token"]["sse"] for ms in paces}
         return {
-            "title": f"API process CPU per streamed token, {streaming.STREAMS} streams, a frame each 10 ms, fake engine",
+            "title": f"API process CPU per streamed token, {streaming.STREAMS} streams, a frame per 10 ms, fake engine",
             "goal": f"≤{streaming.GOAL_US:g} µs",
             "metric": "us_per_token",
             "unit": "µs",
