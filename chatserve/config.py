@@ -69,7 +69,8 @@ class SchedulerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             their inter-token time stays bounded; 0 chooses from the measured prefill speed.
         ageing_steps: steps of waiting that lift a request by one priority level.
         max_overtakes: admissions that may pass a request that does not fit before it holds the door.
-        max_num_queued_reqs: waiting requests beyond which new ones are refused with 429.
+        max_num_queued_reqs: waiting requests beyond which new ones are refused with 429, save those of tenants that
+            have not had their equal part of the queue.
     """
 
     max_num_seqs: Positive = 64
