@@ -105,8 +105,9 @@ class ModelRunner:
         token_ids = torch.from_numpy(_int64(plan.token_ids))
         hidden = self._model.forward(token_ids, torch.from_numpy(positions), attention)
 
-        # A sum is finite exactly where all its terms are; every token of a row counts, not only the last.
-        token_finite = torch.isfinite(hidden.sum(-1, dtype=torch.float32)).numpy()
+        # A sum is finite exactly where all its terms are; every token of a row counts, not only the last. By numpy:
+        # waking torch's threads, while the kernels' own still spin, costs more than such a sum.
+        token_finite = np.isfinite(hidden.float().numpy().sum(-1))
         starts: _Int64 = metadata.query_start_loc.numpy()
         finite = np.logical_and.reduceat(token_finite, starts[:-1])
         if not finite.all():
