@@ -25,6 +25,14 @@ LETTERS = "tests.engine.doubles:create_letters_executor"
 UNLOADABLE = "tests.engine.doubles:create_unloadable_executor"
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _interruptible() -> Iterator[None]:
+    """A shell's background job ignores SIGINT, and so would every server that it starts."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 class Server:
     """A server process, its terminal output, and its HTTP surface."""
 
