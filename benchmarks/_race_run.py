@@ -34,7 +34,7 @@ class Race:
     """Servers, prompts and the bandwidth seen so far.
 
     Attributes:
-        loads: load average after each round.
+        loads: load average after each round and each row.
         speeds: the best of each read loop so far, bytes per second.
         client_us: microseconds of this process's CPU per token, for each measurement.
         failures: what went wrong, by row and server; the row goes on without that server.
@@ -54,10 +54,13 @@ class Race:
         """One row; what it returns is for `lines`."""
         say(f"row {number}")
         if number == "8":
-            return self._start_row()
-        if number == "9":
-            return self._api_row()
-        return self._load_row(load_rows()[number])
+            result: Any = self._start_row()
+        elif number == "9":
+            result = self._api_row()
+        else:
+            result = self._load_row(load_rows()[number])
+        self.loads.append(load_average())
+        return result
 
     def lines(self, results: dict[str, Any]) -> dict[str, Any]:
         """Every row's part of the JSON object; the byte floor is that of the whole run, so it is known only now."""

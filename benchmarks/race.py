@@ -102,7 +102,8 @@ def table(result: dict[str, Any]) -> str:
     for name in result["not_asked"]:
         lines.append(f"{name} was not asked for")
     for name, server in result["servers"].items():
-        lines.append(f"{name}: {server['compute_threads']} compute threads of {server['os_threads']} in all")
+        in_all = f" of {server['os_threads']} in all" if server["os_threads"] else ""
+        lines.append(f"{name}: {server['compute_threads']} compute threads{in_all}")
     if result["read_gb_per_s"]:
         lines.append(f"highest read bandwidth: {max(result['read_gb_per_s'].values())} GB/s")
     lines.append(
