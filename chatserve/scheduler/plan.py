@@ -128,7 +128,7 @@ class Plan:
         for sequence in self._new:
             batch.prefixes.place(sequence)
         if len(tables):
-            batch.prefixes.change(tables, batch.computed, manager.block_size)
+            batch.prefixes.change(tables.tolist())
         copies = manager.take_copies()
         return SchedulerOutput(
             step=step,

@@ -16,36 +16,42 @@ Int32s = npt.NDArray[np.int32]
 
 _FIRST_CAPACITY = 64
 
+# Changes of tables that are kept as they came until the tables are looked at.
+_MAX_PENDING = 512
+
 
 class SharedPrefixes:
     """Block tables by row, and the runs of the last step."""
 
     def __init__(self, max_num_seqs: int) -> None:
         self._tables: Int32s = np.zeros((max_num_seqs, _FIRST_CAPACITY), np.int32)
+        self._lengths = [0] * max_num_seqs
+        self._pending: list[list[int]] = []
         self._rows: Int32s = np.empty(0, np.int32)
         self._runs: SharedRuns | None = None
         self._stale = True
 
     def place(self, sequence: NewSequence) -> None:
         """A sequence has appeared in its row."""
+        self._apply_pending()
         blocks = np.frombuffer(sequence.block_table, np.int32)
         self._reserve(len(blocks))
         self._tables[sequence.row, : len(blocks)] = blocks
+        self._lengths[sequence.row] = len(blocks)
         self._stale = True
 
-    def change(self, changes: Int32s, computed: Int32s, block_size: int) -> None:
-        """Blocks of tables have changed.
-
-        Args:
-            changes: [t, 3] of (row, index, block).
-            computed: computed tokens by row.
-        """
-        rows, indices = changes[:, 0], changes[:, 1]
-        self._reserve(int(indices.max()) + 1)
-        self._tables[rows, indices] = changes[:, 2]
-        # A block appended changes nothing that is shared; one exchanged may.
-        if (indices * block_size < computed[rows]).any():
-            self._stale = True
+    def change(self, changes: list[list[int]]) -> None:
+        """Blocks of tables have changed: (row, index, block) each, in this order."""
+        lengths = self._lengths
+        for row, index, _ in changes:
+            # A block appended changes nothing that is shared; one exchanged may.
+            if index == lengths[row]:
+                lengths[row] = index + 1
+            else:
+                self._stale = True
+        self._pending += changes
+        if len(self._pending) > _MAX_PENDING:
+            self._apply_pending()
 
     def runs(self, rows: Int32s, computed: Int32s, block_size: int) -> SharedRuns | None:
         """Runs of blocks that several of ``rows`` [n] begin with, ``None`` if there are none.
@@ -60,6 +66,13 @@ class SharedPrefixes:
             self._stale = limited
         return self._runs
 
+    def _apply_pending(self) -> None:
+        if self._pending:
+            rows, indices, blocks = np.array(self._pending, np.int32).T
+            self._reserve(int(indices.max()) + 1)
+            self._tables[rows, indices] = blocks
+            self._pending.clear()
+
     def _reserve(self, num_blocks: int) -> None:
         rows, capacity = self._tables.shape
         if num_blocks > capacity:
@@ -68,6 +81,7 @@ class SharedPrefixes:
             self._tables = wider
 
     def _find(self, rows: Int32s, full: Int32s) -> tuple[SharedRuns | None, bool]:
+        self._apply_pending()
         n = len(rows)
         first = self._tables[rows, 0].tolist()
         if len(set(first)) == n:

@@ -74,7 +74,7 @@ def test_runs_are_what_the_tables_have_in_common(seed: int) -> None:
         for row, index, block in changes:
             tables[row][index:] = [block, *tables[row][index + 1 :]]
         if changes:
-            prefixes.change(np.array(changes, np.int32), computed, BLOCK_SIZE)
+            prefixes.change([list(change) for change in changes])
         rows = np.array(sorted(tables), np.int32)
         if len(rows) < 2:
             continue
