@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -139,6 +141,8 @@ def main(
     first_port: int | None,
     as_json: bool,
 ) -> None:
+    # Ended from outside, it still has servers to stop.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     wanted_rows, wanted_peers = names_in(rows, ROWS, "row"), names_in(peers, PEERS, "peer")
     seed = int.from_bytes(os.urandom(4), "little") if seed is None else seed
     try:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import socket
 import subprocess
 import tempfile
 import time
@@ -109,11 +110,13 @@ class Server:
         """Start it and wait until it is ready.
 
         Raises:
-            ServerError: it ended, or was not ready in time.
+            ServerError: it ended, or was not ready in time, or its port belongs to somebody else.
         """
         self.name = name
         self.launch = launch
         self.target = Target(HOST, launch.port, launch.model, launch.extra)
+        if is_taken(launch.port):
+            raise ServerError(f"port {launch.port}, which {name} was to have, is taken")
         self._log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - closed by `stop`
         began = time.perf_counter()
         self.process = subprocess.Popen(
@@ -191,6 +194,12 @@ class Server:
             if int(fields[3]) == self.process.pid and fields[0] != "Z":
                 members.append(fields)
         return members
+
+
+def is_taken(port: int) -> bool:
+    """Whether somebody listens: a server left over from another run would be measured instead of the one started."""
+    with socket.socket() as probe:
+        return probe.connect_ex((HOST, port)) == 0
 
 
 def is_ready(url: str) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import sys
 import time
 from pathlib import Path
@@ -187,5 +188,7 @@ def test_a_server_is_waited_for_paused_and_ended_with_its_children() -> None:
 def test_a_server_that_dies_or_never_gets_ready_says_what_it_said() -> None:
     with pytest.raises(ServerError, match=r"status 3.*\n.*no such weights"):
         Server("test", sleeper("print('no such weights', flush=True); raise SystemExit(3)", free_port()))
+    with socket.create_server(("127.0.0.1", 0)) as other, pytest.raises(ServerError, match="is taken"):
+        Server("test", sleeper("raise SystemExit(3)", other.getsockname()[1]))
     with pytest.raises(ServerError, match=r"not ready after 0\.2"):
         Server("test", sleeper("import time; time.sleep(60)", free_port(), patience=0.2))
