@@ -109,7 +109,9 @@ def _run_pair(finding: _Finding, kind: str, probe: Probe, owner: _Tenant, other:
     text = _prompt()
     _, first = probe(owner.client, text, other.name)
     total, again = probe(owner.client, text, other.name)
-    # What every prompt of the other begins with (the template's words, something published) it may well have cached.
+    # What every prompt of the other begins with (the template's words, something published) it may well have cached:
+    # with the first of two fresh prompts if not before, so that the second tells how much that is.
+    probe(other.client, _prompt(), owner.name)
     _, unseen = probe(other.client, _prompt(), owner.name)
     _, foreign = probe(other.client, text, owner.name)
     finding.pairs += 1
