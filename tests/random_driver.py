@@ -83,8 +83,16 @@ class Storm:
         self.next_id = 0
         self.histories: list[list[int]] = [[self._token() for _ in range(self.random.randint(1, 40))]]
         self.published: list[tuple[list[int], tuple[Scope, ...]]] = []
-        kinds = "requests steps forks purges publications withdrawals refusals finished tokens"
+        kinds = "requests steps forks purges epochs publications withdrawals refusals finished tokens"
         self.counts = dict.fromkeys(kinds.split(), 0)
+
+    def purge(self, purge: Callable[[], object]) -> None:
+        """Purge, and count the scopes whose epoch that raised."""
+        epochs = self.core.manager._epochs
+        before = dict(epochs)
+        purge()
+        self.counts["purges"] += 1
+        self.counts["epochs"] += sum(epoch > before.get(scope, 0) for scope, epoch in epochs.items())
 
     def _token(self) -> int:
         # Few values, so that prompts meet inside blocks too; the end token is among them.
@@ -102,11 +110,11 @@ class Storm:
         elif draw < 0.30 and self.live:
             self.core.scheduler.preempt_request(self.random.choice(list(self.live)))
         elif draw < 0.301:
-            self.core.manager.purge(self.random.randint(0, 3))
-            self.counts["purges"] += 1
+            scope = self.random.randint(0, 3)
+            self.purge(lambda: self.core.manager.purge(scope))
         elif draw < 0.302:
-            self.core.purge(Purge(0, self.random.choice("abc")))
-            self.counts["purges"] += 1
+            tenant = self.random.choice("abc")
+            self.purge(lambda: self.core.purge(Purge(0, tenant)))
         elif draw < 0.305:
             self.publish()
         elif draw < 0.310:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from torch import Tensor
 
 from chatserve.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from chatserve.engine.core import EngineCore
@@ -13,6 +14,7 @@ from chatserve.engine.protocol import AddRequest
 from chatserve.errors import ConfigError
 from chatserve.sampling_params import SamplingParams
 from chatserve.scope import Scope
+from chatserve.worker import model_runner
 from chatserve.worker.in_process import load
 from tests.model.tiny import write_model
 
@@ -60,6 +62,31 @@ def test_swapped_sequences_say_the_same(folder: Path) -> None:
     assert stats.preemptions > 0
     assert stats.demotions > 0
     assert stats.promotions > 0
+
+
+def test_blocks_come_back_to_the_byte(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever happened on both tiers since, a promoted block holds the bytes that were demoted."""
+    demoted: dict[int, bytes] = {}
+    num_checked = 0
+    core = engine(folder, num_blocks=13, swap_space_gib=0.01)
+    host = core._executor._runner.host_kv_cache  # type: ignore[attr-defined]
+    move = model_runner._move_blocks
+
+    def move_and_check(source: Tensor, destination: Tensor, pairs: bytes) -> None:
+        nonlocal num_checked
+        moves = np.frombuffer(pairs, np.int32).reshape(-1, 2).tolist()
+        move(source, destination, pairs)
+        for origin, target in moves:
+            if destination is host:
+                demoted[target] = source[origin].numpy().tobytes()
+            else:
+                assert destination[target].numpy().tobytes() == demoted[origin]
+                num_checked += 1
+
+    monkeypatch.setattr(model_runner, "_move_blocks", move_and_check)
+    outputs(core, [[(7 * i + j) % 60 + 1 for j in range(11)] for i in range(8)], 20)
+    assert num_checked > 10
+    assert len(set(demoted.values())) > 10
 
 
 def test_modes(folder: Path) -> None:
