@@ -1,13 +1,20 @@
-"""Whether response times betray what another tenant has cached."""
+"""Whether response times betray what another tenant has cached, or how much of a guessed key is right."""
 
 from __future__ import annotations
 
+import itertools
 import random
+import secrets
+import statistics
+import time
 
 import numpy as np
 
 from benchmarks._engine import Loader, Prompt
 from benchmarks._tenant_parts import Result, say
+from chatserve.errors import AuthenticationError
+from chatserve.server.auth import Authenticator
+from chatserve.tenancy.registry import open_registry
 
 
 def auc(positive: list[float], negative: list[float]) -> float:
@@ -71,4 +78,35 @@ def timing_attack(loader: Loader, quick: bool) -> Result:
         "own_trials": own_trials,
         "prompt_tokens": length,
         "goals": {"auc_other": "interval contains 0.5, half-width <= 0.05", "auc_own": 0.95},
+    }
+
+
+def key_check(loader: Loader, quick: bool) -> Result:
+    """Time of refusing guesses that begin like a real key, and of random ones; Welch's t of their means."""
+    del loader  # needs no model
+    real = f"cs_{secrets.token_hex(24)}"
+    auth = Authenticator(open_registry(api_keys=(real,)))
+    rng, addresses, tries = random.Random(6), itertools.count(1), (4_000 if quick else 100_000)
+    order = [True, False] * (tries // 2)
+    rng.shuffle(order)
+    times: dict[bool, list[int]] = {True: [], False: []}
+    for near in order:
+        end = secrets.token_hex(24)
+        key = real[:-4] + end[:4] if near else f"cs_{end}"
+        header = (b"authorization", b"Bearer " + key.encode())
+        client = (f"client-{next(addresses)}", 1)  # each its own: none is over the limit
+        scope = {"type": "http", "method": "GET", "headers": [header], "client": client}
+        started = time.perf_counter_ns()
+        try:
+            auth.authenticate(scope)
+        except AuthenticationError:
+            times[near].append(time.perf_counter_ns() - started)
+    # The slowest tenth is the machine's other work.
+    near_ns, far_ns = (sorted(each)[: len(each) * 9 // 10] for each in (times[True], times[False]))
+    spread = statistics.variance(near_ns) / len(near_ns) + statistics.variance(far_ns) / len(far_ns)
+    return {
+        "welch_t": round((statistics.mean(near_ns) - statistics.mean(far_ns)) / spread**0.5, 2),
+        "mean_us": {"near": round(statistics.mean(near_ns) / 1e3, 2), "far": round(statistics.mean(far_ns) / 1e3, 2)},
+        "tries": tries,
+        "goal": "|welch_t| < 4.5",
     }

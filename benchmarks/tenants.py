@@ -1,8 +1,9 @@
 """Can many tenants share one engine and trust it?
 
-Six questions on the real model, in this process, without network: what a published prompt saves; whether service is
-fair; what a quiet tenant feels of a flood; what a better class waits; what swapping saves under overload; and whether
-response times betray what another tenant has cached. Each part prints its sizes and trial counts beside its result.
+Seven questions, in this process, without network, on the real model where one is needed: what a published prompt
+saves; whether service is fair; what a quiet tenant feels of a flood; what a better class waits; what swapping saves
+under overload; and whether response times betray what another tenant has cached, or how much of a guessed key is
+right. Each part prints its sizes and trial counts beside its result.
 Run: ``scripts/bench tenants [--json] [--only PART …] [--quick]``; about fifteen minutes on two cores.
 
 `overload` is a *GPU proxy*: on a CPU both tiers are the same memory, so it measures the mechanism with a copy that
@@ -20,7 +21,7 @@ from benchmarks._engine import Loader
 from benchmarks._tenant_memory import overload, shared_prompt
 from benchmarks._tenant_parts import Result, say
 from benchmarks._tenant_service import fairness, noisy_neighbour, priority
-from benchmarks._tenant_timing import timing_attack
+from benchmarks._tenant_timing import key_check, timing_attack
 
 PARTS: dict[str, Callable[[Loader, bool], Result]] = {
     "shared_prompt": shared_prompt,
@@ -29,6 +30,7 @@ PARTS: dict[str, Callable[[Loader, bool], Result]] = {
     "priority": priority,
     "overload": overload,
     "timing_attack": timing_attack,
+    "key_check": key_check,
 }
 
 
