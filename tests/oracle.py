@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 from array import array
+from collections.abc import Iterable
 
 import numpy as np
 import numpy.typing as npt
@@ -208,14 +209,21 @@ class OracleExecutor:
             destination[0][moves[:, 1]] = source[0][moves[:, 0]]
             destination[1][moves[:, 1]] = source[1][moves[:, 0]]
             if destination is host:
-                # A demoted block may be given out in this very plan; its old content must not be read again.
-                self.content[moves[:, 0]] = _POISON
+                self._forget(moves[:, 0])
+
+    def _forget(self, demoted: int | npt.NDArray[np.int32]) -> None:
+        """A demoted block may be given out in the same plan; its old content must not be read again."""
+        self.content[demoted] = _POISON
+
+    def _touch(self, blocks: Iterable[int]) -> None:
+        """These device blocks are about to be read or written; here, all copies are done by then."""
 
     def _forward(self, row: _Row, start: int, tokens: npt.NDArray[np.int32], written: set[int]) -> set[int]:
         size = self.block_size
         positions = np.arange(start, start + len(tokens))
         blocks = row.table[positions // size]
         touched = set(blocks.tolist())
+        self._touch(touched)
         if touched & written:
             raise OracleError("two rows write into one block in one step")
         previous = int(self._read(row, start)[-1]) if start else 0
@@ -231,6 +239,7 @@ class OracleExecutor:
 
     def _read(self, row: _Row, length: int) -> U64:
         table = row.table[: -(-length // self.block_size)]
+        self._touch(table.tolist())
         owners = np.unique(self.owner[table].reshape(-1)[:length]).tolist()
         if not set(owners) <= set(row.scopes):
             raise OracleError(f"scopes {owners} read by one that may see {row.scopes}")

@@ -13,6 +13,7 @@ import random
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 
@@ -23,6 +24,7 @@ from chatserve.engine.protocol import AddRequest, Explain, ExplainReply, Publish
 from chatserve.sampling_params import SamplingParams
 from chatserve.scheduler.invariants import check_scheduler
 from chatserve.scope import Scope
+from tests.delayed_oracle import DelayedOracleExecutor
 from tests.oracle import OracleExecutor, expected_output, oracle_info
 
 PUBLIC, GROUP = Scope("public"), Scope("group", "g")
@@ -61,6 +63,7 @@ class Storm:
         max_num_seqs: int = 8,
         num_host_blocks: int = 0,
         hash_block: Callable[[bytes], int] | None = None,
+        delayed_copies: bool = False,
     ) -> None:
         self.random = random.Random(seed)
         config = EngineConfig(
@@ -75,7 +78,8 @@ class Storm:
             ),
         )
         info = oracle_info(config, num_host_blocks=num_host_blocks)
-        self.executor = OracleExecutor(info.num_blocks, info.block_size, num_host_blocks=num_host_blocks)
+        executor = partial(DelayedOracleExecutor, seed=seed) if delayed_copies else OracleExecutor
+        self.executor = executor(info.num_blocks, info.block_size, num_host_blocks=num_host_blocks)
         self.core = EngineCore(config, self.executor, info, hash_block=hash_block or xxh3_hash(seed))
         # Pins take a quarter of the pool at most; what the storm asks for fits beside them.
         self.max_total = min(160, num_blocks * 3 // 4 * block_size + 1)
@@ -288,12 +292,23 @@ class Storm:
             "aborts": stats.aborts,
             "hit_tokens": stats.prefix_hit_tokens,
             "computed_tokens": self.executor.num_tokens,
+            **self._late_copies(),
+        }
+
+    def _late_copies(self) -> dict[str, int]:
+        executor = self.executor
+        if not isinstance(executor, DelayedOracleExecutor):
+            return {}
+        return {
+            "late_copies": executor.num_late,
+            "awaited_copies": executor.num_forced,
+            "checked_swaps": executor.num_checked,
         }
 
 
 def run_storm(operations: int, seed: int, *, full_check_every: int = 1000, progress: bool = False) -> dict[str, int]:
     """Run one storm to its end; raises at the first wrong token or count, naming the operation."""
-    storm = Storm(seed, num_host_blocks=64)
+    storm = Storm(seed, num_host_blocks=64, delayed_copies=True)
     for index in range(operations):
         try:
             storm.operate()

@@ -56,7 +56,9 @@ class BlockCopies:
     First `clears` and `host_clears`, purged blocks to zero. Then `demotions` device → host, `promotions` host →
     device, `copies` device → device. Within each, sources and destinations are disjoint. Everything read or written
     stays held until the plan has run, except the sources of demotions: whatever is written into those blocks next
-    comes later in the same plan.
+    comes later in the same plan. So a worker may take its time over the tiers' copies: a demotion has until its
+    source is written or its destination read, a promotion until its destination is read or written, and both have
+    until the plan ends.
     """
 
     __slots__ = ("clears", "copies", "demotions", "host_clears", "promotions")

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 
+import numpy as np
 import pytest
 
 from chatserve.scheduler.invariants import check_scheduler
+from tests.oracle import OracleError
 from tests.random_driver import Storm, run_storm
 
 OPERATIONS = int(os.environ.get("CHATSERVE_STORM_OPERATIONS", "100000"))
@@ -37,3 +40,41 @@ def test_storms_of_other_shapes(block_size: int, num_blocks: int, max_num_seqs: 
             check_scheduler(storm.core.scheduler, storm.core.publications.tables)
     storm.drain()
     assert storm.counts["finished"] > 100
+
+
+def run_until_fault(storm: Storm, every_50: Callable[[], object] = lambda: None) -> str:
+    """What the oracle says at the first fault."""
+    for index in range(6000):
+        try:
+            storm.operate()
+        except OracleError as error:
+            return str(error)
+        if index % 50 == 0:
+            every_50()
+    return "nothing was noticed"
+
+
+def test_the_storm_notices_a_swapped_block_that_changed() -> None:
+    """One bit on the host turns: the checksum of the next block that comes back is wrong."""
+    storm = Storm(3, num_host_blocks=64, delayed_copies=True)
+    executor = storm.executor
+
+    def turn_a_bit() -> None:
+        executor.host_content[:, 0] ^= np.uint64(1)
+
+    assert "does not hold what was sent there" in run_until_fault(storm, turn_a_bit)
+
+
+def test_the_storm_notices_a_source_given_out_too_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Host blocks that a plan has yet to copy from are not held until it has run."""
+    storm = Storm(3, num_host_blocks=64, delayed_copies=True)
+    manager = storm.core.manager
+
+    def hold_nothing(blocks: list[int]) -> None:
+        manager.host_pool.acquire(blocks)
+        for block in blocks:
+            manager.host_pool.release([block])
+            manager.tree.note_host_idle(block)
+
+    monkeypatch.setattr(manager, "_hold_host", hold_nothing)
+    assert "read by one that may see" in run_until_fault(storm)
