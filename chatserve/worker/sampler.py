@@ -7,7 +7,7 @@ neighbours nor their options change its choice. A batch in which all rows are gr
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -38,23 +38,22 @@ class Samples:
     logprobs: tuple[SampleLogprobs | None, ...] | None
 
 
-def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> Samples:
+def sample(logits: Tensor, rows: Sequence[SamplingRow], argmax: Callable[[Tensor], Tensor]) -> Samples:
     """Draw one token per row. Does not change ``logits`` or ``rows``.
 
     Args:
         logits: float32 [s, vocab_size].
         rows: the s sequences that the tokens are for.
+        argmax: as `chatserve_kernels.interface.Backend.argmax`.
     """
-    # numpy's argmax is vectorised along a row, torch's is not (15 times slower); both take the first of equals, and a
-    # NaN before any number, so one pass also tells which rows are finite.
-    best = logits.numpy().argmax(-1)
-    finite = np.isfinite(logits.numpy()[np.arange(len(rows)), best])
+    # NaN counts as the best, so one pass also tells which rows are finite.
+    tokens = argmax(logits)
+    finite = np.isfinite(logits.numpy()[np.arange(len(rows)), tokens.numpy()])
     if not finite.all():
         logits = logits.masked_fill(~torch.from_numpy(finite)[:, None], 0.0)
     adjusted = _adjusted(logits, rows)
     if adjusted is not logits:
-        best = adjusted.numpy().argmax(-1)
-    tokens = torch.from_numpy(best)
+        tokens = argmax(adjusted)
     drawn = [i for i, row in enumerate(rows) if not row.greedy]
     if drawn:
         index = torch.tensor(drawn)

@@ -142,6 +142,17 @@ class Backend(Protocol):
         """``silu(gate) * up`` for gate_up [T, 2 * F] = (gate, up) → [T, F]."""
         ...
 
+    def argmax(self, x: Tensor) -> Tensor:
+        """Index of each row's largest, the first of equals; of its first NaN where there is one.
+
+        Args:
+            x: float32 [s, V], contiguous.
+
+        Returns:
+            int64 [s].
+        """
+        ...
+
 
 def check_kv_cache(kv_cache: Tensor) -> None:
     """Raise ``ValueError`` unless ``kv_cache`` has the layout of `kv_cache_shape`."""

@@ -68,6 +68,11 @@ class ReferenceBackend:
         gate, up = gate_up.float().chunk(2, dim=-1)
         return (torch.nn.functional.silu(gate) * up).to(gate_up.dtype)
 
+    def argmax(self, x: Tensor) -> Tensor:
+        nan = x.isnan()
+        best = torch.where(nan.any(-1, keepdim=True), nan, x == x.amax(-1, keepdim=True))
+        return torch.where(best, torch.arange(x.shape[1]), x.shape[1]).amin(-1)
+
 
 def _causal_attention(query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
     """query [q, H, D] are the last q of the s positions of key and value [s, K, D] → [q, H, D]."""

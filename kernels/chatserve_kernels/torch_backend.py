@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import weakref
 
+import torch
 from torch import Tensor
 from torch.nn import functional
 
@@ -46,3 +47,7 @@ class TorchBackend:
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
         return functional.silu(gate).mul_(up)
+
+    def argmax(self, x: Tensor) -> Tensor:
+        # numpy's is vectorised along a row, torch's is not (15 times slower).
+        return torch.from_numpy(x.numpy().argmax(-1))

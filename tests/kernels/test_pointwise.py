@@ -1,4 +1,4 @@
-"""Norm, rotation and gate: torch backend against reference, reference against the formulas in float64."""
+"""Norm, rotation, gate and argmax: every backend against the formulas in float64."""
 
 from __future__ import annotations
 
@@ -6,9 +6,13 @@ import math
 
 import pytest
 import torch
+from chatserve_kernels.cpu.backend import NativeBackend
+from chatserve_kernels.cpu.build import supported_isas
 from chatserve_kernels.interface import Backend
 from chatserve_kernels.reference import ReferenceBackend
 from chatserve_kernels.torch_backend import TorchBackend
+
+from tests.kernels.native import library
 
 BACKENDS = [ReferenceBackend(), TorchBackend()]
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
@@ -57,3 +61,19 @@ def test_silu_mul(backend: Backend, dtype: torch.dtype) -> None:
     out = backend.silu_mul(gate_up)
     torch.testing.assert_close(out.double(), gate * gate.sigmoid() * up, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
     assert torch.equal(gate_up, original)
+
+
+@pytest.mark.parametrize("backend", [*BACKENDS, *supported_isas()], ids=str)
+def test_argmax(backend: Backend | str) -> None:
+    """The first of equals wins; a NaN does before any number, minus infinity only among its like."""
+    if isinstance(backend, str):
+        backend = NativeBackend(library(backend))
+    for columns in (1, 15, 256, 257, 1000):
+        x = torch.randn(33, columns).round(decimals=1)
+        x[0] = -torch.inf
+        x[1, columns // 2 :] = torch.inf
+        x[2, columns // 3 :: 7] = torch.nan
+        x[3] = torch.tensor(-0.0)
+        x[4, -1] = 1e38
+        assert torch.equal(backend.argmax(x), torch.from_numpy(x.numpy().argmax(-1)))
+    assert len(backend.argmax(torch.empty(0, 5))) == 0

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from chatserve_kernels.torch_backend import TorchBackend
 from torch import Tensor
 
 from chatserve.sampling_params import SamplingParams
-from chatserve.worker.sampler import Samples, restrict, sample, top_ids
+from chatserve.worker import sampler
+from chatserve.worker.sampler import Samples, restrict, top_ids
 from chatserve.worker.sampling_row import SamplingRow
 
 VOCAB = 320
 EOS = (2,)
+sample = functools.partial(sampler.sample, argmax=TorchBackend().argmax)
 
 
 def row(

@@ -100,3 +100,8 @@ class NativeBackend:
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         return self._torch.silu_mul(gate_up)
+
+    def argmax(self, x: Tensor) -> Tensor:
+        best = torch.empty(len(x), dtype=torch.int64)
+        self.library.call("cs_argmax", address(x), len(x), x.shape[1], address(best))
+        return best

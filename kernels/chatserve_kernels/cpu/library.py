@@ -107,6 +107,7 @@ _STATUS_FUNCTIONS: dict[str, list[type]] = {
     "cs_attend": [c_void_p, POINTER(PagedStruct), c_int64, c_int64, c_void_p, c_double, c_int64, c_void_p],
     "cs_forward": [c_void_p, POINTER(NetworkStruct), POINTER(StepStruct), c_void_p],
     "cs_logits": [c_void_p, POINTER(NetworkStruct), c_void_p, c_int64, c_void_p],
+    "cs_argmax": [c_void_p, c_void_p, c_int64, c_int64, c_void_p],
 }
 
 

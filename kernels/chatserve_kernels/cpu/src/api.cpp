@@ -2,6 +2,7 @@
 #include <new>
 
 #include "amx.h"
+#include "argmax.h"
 #include "decoder.h"
 
 #define CS_EXPORT __attribute__((visibility("default")))
@@ -88,6 +89,10 @@ CS_EXPORT int cs_forward(Context* context, const cs::Network* network, const cs:
 
 CS_EXPORT int cs_logits(Context* context, const cs::Network* network, const float* hidden, int64_t rows, float* out) {
   return guarded([&] { context->logits(*network, hidden, rows, out); });
+}
+
+CS_EXPORT int cs_argmax(Context* context, const float* x, int64_t rows, int64_t columns, int64_t* best) {
+  return guarded([&] { cs::argmax(context->pool, x, rows, columns, best); });
 }
 
 }  // extern "C"
