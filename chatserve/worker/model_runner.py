@@ -118,7 +118,7 @@ class ModelRunner:
         if len(sources):
             rows = [self._sampled_row(row) for row in _int32(plan.sample_rows)]
             logits = self._model.logits(hidden[torch.from_numpy(starts[sources + 1] - 1)])
-            samples = sample(logits, rows, self._backend.argmax)
+            samples = sample(logits, rows, self._backend)
             for row, token in zip(rows, samples.tokens.tolist(), strict=True):
                 row.append(token)
             finite[sources] &= samples.finite

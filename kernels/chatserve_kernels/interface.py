@@ -55,6 +55,27 @@ class AttentionMetadata:
     shared_runs: SharedRuns | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Draws:
+    """Tokens to draw from rows of logits, one per entry of each tensor.
+
+    Attributes:
+        rows: int64 [d] of the logits.
+        temperature: float64 [d], positive.
+        min_p: float64 [d] in [0, 1], floor relative to the most likely token; 0 for off.
+        top_k: int64 [d], 0 for off.
+        top_p: float64 [d] in (0, 1], 1 for off.
+        uniform: float64 [d] in [0, 1).
+    """
+
+    rows: Tensor
+    temperature: Tensor
+    min_p: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    uniform: Tensor
+
+
 def kv_cache_shape(
     num_blocks: int, num_layers: int, num_kv_heads: int, block_size: int, head_dim: int
 ) -> tuple[int, int, int, int, int, int]:
@@ -150,6 +171,22 @@ class Backend(Protocol):
 
         Returns:
             int64 [s].
+        """
+        ...
+
+    def draw(self, logits: Tensor, draws: Draws) -> Tensor:
+        """Temperature, min-p, top-k, top-p, then inversion of the distribution function in order of token ids.
+
+        Tokens are ordered by logit, equal ones by id, so exactly the right number is kept. The nucleus is the
+        shortest prefix whose mass reaches ``top_p`` of the mass of the top k (Holtzman et al. 2020, eq. 2). The token
+        is the first whose cumulative mass exceeds ``uniform`` of the whole, so it never has probability 0.
+
+        Args:
+            logits: float32 [s, V], contiguous; not changed. Minus infinity is a logit as any other, but the largest
+                of a row must be finite: else its token is meaningless, though in range.
+
+        Returns:
+            int64 [d].
         """
         ...
 

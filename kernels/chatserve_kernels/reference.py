@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from chatserve_kernels.interface import AttentionMetadata, check_kv_cache
+from chatserve_kernels.interface import AttentionMetadata, Draws, check_kv_cache
 
 
 class ReferenceAttentionStep:
@@ -72,6 +72,28 @@ class ReferenceBackend:
         nan = x.isnan()
         best = torch.where(nan.any(-1, keepdim=True), nan, x == x.amax(-1, keepdim=True))
         return torch.where(best, torch.arange(x.shape[1]), x.shape[1]).amin(-1)
+
+    def draw(self, logits: Tensor, draws: Draws) -> Tensor:
+        tokens = torch.zeros_like(draws.rows)
+        for i, row in enumerate(draws.rows.tolist()):
+            if logits[row].amax().isfinite():
+                cumulative = _kept(logits[row].double(), draws, i).cumsum(0)
+                tokens[i] = int((cumulative > draws.uniform[i] * cumulative[-1]).nonzero()[0])
+        return tokens
+
+
+def _kept(logits: Tensor, draws: Draws, i: int) -> Tensor:
+    """Probabilities [V] after temperature, min-p, top-k and top-p: 0 for what they drop, the rest not normalised."""
+    probabilities = (logits / draws.temperature[i]).softmax(0)
+    order = logits.argsort(descending=True, stable=True)
+    order = order[probabilities[order] >= draws.min_p[i] * probabilities.max()]
+    order = order[: int(draws.top_k[i]) or None]
+    if draws.top_p[i] < 1.0:
+        mass = probabilities[order].cumsum(0)
+        order = order[: int((mass < draws.top_p[i] * mass[-1]).sum()) + 1]
+    kept = torch.zeros_like(probabilities)
+    kept[order] = probabilities[order]
+    return kept
 
 
 def _causal_attention(query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:

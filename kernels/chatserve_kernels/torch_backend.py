@@ -1,7 +1,7 @@
 """The production backend on CPUs, in plain torch.
 
 Same results as `reference`, up to rounding. Holds no tensors of its own but the windows of the sequences that
-decoded in the last step; attention itself is in `torch_attention`.
+decoded in the last step; attention itself is in `torch_attention`, drawing in `torch_draw`.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from chatserve_kernels import torch_draw
 from chatserve_kernels.decode_window import DecodeGroup
-from chatserve_kernels.interface import AttentionMetadata
+from chatserve_kernels.interface import AttentionMetadata, Draws
 from chatserve_kernels.torch_attention import TorchAttentionStep
 
 
@@ -51,3 +52,6 @@ class TorchBackend:
     def argmax(self, x: Tensor) -> Tensor:
         # numpy's is vectorised along a row, torch's is not (15 times slower).
         return torch.from_numpy(x.numpy().argmax(-1))
+
+    def draw(self, logits: Tensor, draws: Draws) -> Tensor:
+        return torch_draw.draw(logits, draws)

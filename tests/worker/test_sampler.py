@@ -4,22 +4,35 @@ from __future__ import annotations
 
 import functools
 import itertools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from chatserve_kernels.cpu.backend import NativeBackend
+from chatserve_kernels.cpu.build import supported_isas
+from chatserve_kernels.interface import Backend
 from chatserve_kernels.torch_backend import TorchBackend
 from torch import Tensor
 
 from chatserve.sampling_params import SamplingParams
 from chatserve.worker import sampler
-from chatserve.worker.sampler import Samples, restrict, top_ids
+from chatserve.worker.sampler import Samples, top_ids
 from chatserve.worker.sampling_row import SamplingRow
+from tests.kernels.draws import kept_by_definition, random_logits
+from tests.kernels.native import library
 
 VOCAB = 320
 EOS = (2,)
-sample = functools.partial(sampler.sample, argmax=TorchBackend().argmax)
+Sample = Callable[[Tensor, Sequence[SamplingRow]], Samples]
+
+
+@pytest.fixture(params=["torch", *supported_isas()])
+def sample(request: pytest.FixtureRequest) -> Sample:
+    """`sampler.sample` by every backend that serves."""
+    backend: Backend = TorchBackend() if request.param == "torch" else NativeBackend(library(request.param))
+    return functools.partial(sampler.sample, backend=backend)
 
 
 def row(
@@ -30,32 +43,8 @@ def row(
     return SamplingRow(params, np.array([*prompt, *output], dtype=np.int32), len(prompt), vocab, EOS)
 
 
-def draw(logits: Tensor, **options: Any) -> int:
+def draw(sample: Sample, logits: Tensor, **options: Any) -> int:
     return int(sample(logits[None], [row(vocab=len(logits), **options)]).tokens[0])
-
-
-def random_logits(seed: int, rows: int = 1, vocab: int = VOCAB, scale: float = 3.0) -> Tensor:
-    """Rounded to bfloat16, as real ones are: ties are common."""
-    generator = torch.Generator().manual_seed(seed)
-    return (torch.randn(rows, vocab, generator=generator) * scale).bfloat16().float()
-
-
-def kept_by_definition(logits: Tensor, *, temperature: float, top_k: int, top_p: float, min_p: float) -> Tensor:
-    """Probabilities after min-p, top-k and top-p, one token at a time, in float64."""
-    p = torch.softmax(logits.double() / temperature, -1)
-    order = sorted(range(len(p)), key=lambda i: (-float(logits[i]), i))
-    order = [i for i in order if p[i] >= min_p * p.max() * (1 - 1e-9)]
-    order = order[: top_k or None]
-    mass = sum(float(p[i]) for i in order)
-    kept, reached = [], 0.0
-    for i in order:
-        kept.append(i)
-        reached += float(p[i]) / mass
-        if reached >= top_p:
-            break
-    out = torch.zeros_like(p)
-    out[kept] = p[kept] / p[kept].sum()
-    return out
 
 
 OPTIONS = [
@@ -68,13 +57,13 @@ OPTIONS = [
 
 
 @pytest.mark.parametrize("options", OPTIONS)
-def test_draws_follow_the_distribution(options: dict[str, Any]) -> None:
+def test_draws_follow_the_distribution(sample: Sample, options: dict[str, Any]) -> None:
     """Chi-square over 20,000 seeds against the definition; nothing outside the kept set is ever drawn."""
     logits = random_logits(1, vocab=40)[0]
     full = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, **options}
     expected = kept_by_definition(logits, **full).numpy() * 20_000
     rows = [row(vocab=40, seed=seed, **options) for seed in range(20_000)]
-    tokens = sample(logits.expand(20_000, -1), rows).tokens
+    tokens = sample(logits.repeat(20_000, 1), rows).tokens
     counts = np.bincount(tokens, minlength=40)
     assert counts[expected == 0].sum() == 0
     common = expected >= 5
@@ -83,18 +72,7 @@ def test_draws_follow_the_distribution(options: dict[str, Any]) -> None:
     assert chi_square < freedom + 5 * (2 * freedom) ** 0.5
 
 
-@pytest.mark.parametrize("vocab", [40, 320, 5000])
-def test_restriction_keeps_exactly_the_defined_set(vocab: int) -> None:
-    """Top-k and top-p keep the tokens of the definition, ties by id included, wide nuclei included."""
-    for seed, (k, p) in enumerate(itertools.product([0, 1, 2, 9, 300], [1.0, 0.9999, 0.9, 0.3, 1e-6])):
-        logits = random_logits(seed, vocab=vocab, scale=1.0)[0]
-        logits -= logits.max()
-        expected = kept_by_definition(logits, temperature=1.0, top_k=k, top_p=p, min_p=0.0) > 0
-        got = restrict(logits[None], torch.tensor([k or vocab]).clamp(max=vocab), torch.tensor([p]).double())[0]
-        assert torch.equal(torch.isfinite(got), expected), (vocab, k, p)
-
-
-def test_the_same_seed_and_position_give_the_same_token() -> None:
+def test_the_same_seed_and_position_give_the_same_token(sample: Sample) -> None:
     """Alone, again, in a batch, and after a resume with the same output so far."""
     logits = random_logits(2, rows=64)
     rows = [row(seed=i % 5, output=(4,) * (i % 7), temperature=1.2, top_p=0.95) for i in range(64)]
@@ -106,10 +84,10 @@ def test_the_same_seed_and_position_give_the_same_token() -> None:
     for token in (8, 9):
         grown.append(token)
     assert sample(logits[:1], [resumed]).tokens == sample(logits[:1], [grown]).tokens
-    assert len({draw(logits[0], seed=seed, temperature=1.5) for seed in range(50)}) > 10
+    assert len({draw(sample, logits[0], seed=seed, temperature=1.5) for seed in range(50)}) > 10
 
 
-def test_rows_with_different_options_do_not_influence_each_other() -> None:
+def test_rows_with_different_options_do_not_influence_each_other(sample: Sample) -> None:
     """A batch of 64 rows, all options different, equals 64 single runs, log-probabilities included (cases F16)."""
     logits = random_logits(3, rows=64)
     rng = np.random.default_rng(0)
@@ -141,15 +119,15 @@ def test_rows_with_different_options_do_not_influence_each_other() -> None:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 5e-324, 1e-38, 1e-12, 1e-6])
-def test_tiny_temperatures_are_greedy(temperature: float) -> None:
+def test_tiny_temperatures_are_greedy(sample: Sample, temperature: float) -> None:
     """They overflow nothing and pick the best token, the lowest id among equals (cases F4)."""
     for scale in (1e-3, 3.0, 1e4):
         logits = random_logits(4, scale=scale)[0]
         logits[200] = logits.max() + scale / 16
-        assert draw(logits, temperature=temperature) == int(logits.argmax())
+        assert draw(sample, logits, temperature=temperature) == int(logits.argmax())
 
 
-def test_extreme_values_give_a_valid_token() -> None:
+def test_extreme_values_give_a_valid_token(sample: Sample) -> None:
     """Every pair of edge values, on ordinary, huge and constant logits: a token in range, from finite logits."""
     edges: dict[str, list[Any]] = {
         "temperature": [0.0, 1e-5, 2.0],
@@ -167,7 +145,7 @@ def test_extreme_values_give_a_valid_token() -> None:
     pairs = [a | b for a, b in itertools.combinations(singles, 2) if not a.keys() & b.keys()]
     for logits in (random_logits(5)[0], torch.full((VOCAB,), 3e4), torch.zeros(VOCAB), random_logits(6)[0] * 1e30):
         rows = [row(output=(5, 5, 6), **options) for options in pairs]
-        result = sample(logits.expand(len(rows), -1), rows)
+        result = sample(logits.repeat(len(rows), 1), rows)
         assert result.finite.all()
         assert ((result.tokens >= 0) & (result.tokens < VOCAB)).all()
 
@@ -187,15 +165,15 @@ def test_penalties_by_their_formulas() -> None:
     torch.testing.assert_close(got, expected)
 
 
-def test_logit_bias_forces_and_forbids() -> None:
+def test_logit_bias_forces_and_forbids(sample: Sample) -> None:
     """+100 makes a token certain, -100 impossible; the last id of the vocabulary works (cases F1)."""
     logits = random_logits(8)[0]
     best = int(logits.argmax())
-    assert all(draw(logits, seed=s, logit_bias=((VOCAB - 1, 100.0),)) == VOCAB - 1 for s in range(20))
-    assert all(draw(logits, seed=s, logit_bias=((best, -100.0),)) != best for s in range(50))
+    assert all(draw(sample, logits, seed=s, logit_bias=((VOCAB - 1, 100.0),)) == VOCAB - 1 for s in range(20))
+    assert all(draw(sample, logits, seed=s, logit_bias=((best, -100.0),)) != best for s in range(50))
 
 
-def test_stop_tokens_wait_for_min_tokens() -> None:
+def test_stop_tokens_wait_for_min_tokens(sample: Sample) -> None:
     """Until then neither the model's end token nor a requested one is drawn; a bias cannot undo it."""
     logits = random_logits(9)[0]
     logits[2], logits[50] = 30.0, 29.0
@@ -213,10 +191,10 @@ def test_stop_tokens_wait_for_min_tokens() -> None:
         drawn.append(token)
     assert drawn[2] == 2
     assert not {2, 50} & set(drawn[:2])
-    assert draw(logits, **{**options, "ignore_eos": True}) == 2
+    assert draw(sample, logits, **{**options, "ignore_eos": True}) == 2
 
 
-def test_logprobs_are_those_of_the_unmodified_distribution() -> None:
+def test_logprobs_are_those_of_the_unmodified_distribution(sample: Sample) -> None:
     """Neither temperature nor penalties nor truncation shows in them; alternatives are sorted, ties by id."""
     logits = random_logits(10)
     expected = logits[0].double().log_softmax(-1)
@@ -246,7 +224,7 @@ def test_best_ids_are_exact_among_ties() -> None:
     assert top_ids(scores, 0).tolist() == []
 
 
-def test_logits_that_are_not_finite_are_reported() -> None:
+def test_logits_that_are_not_finite_are_reported(sample: Sample) -> None:
     """NaN or infinity in a row marks that row only; the rest draws as without it (cases F5)."""
     logits = random_logits(11, rows=4)
     rows = [row(temperature=0.0), row(temperature=1.0), row(temperature=1.0, logprobs=3), row(temperature=0.7)]

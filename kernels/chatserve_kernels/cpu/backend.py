@@ -11,8 +11,8 @@ import ctypes
 import torch
 from torch import Tensor
 
-from chatserve_kernels.cpu.library import Library, PagedStruct
-from chatserve_kernels.interface import AttentionMetadata, AttentionStep, check_kv_cache
+from chatserve_kernels.cpu.library import DrawsStruct, Library, PagedStruct
+from chatserve_kernels.interface import AttentionMetadata, AttentionStep, Draws, check_kv_cache
 from chatserve_kernels.torch_backend import TorchBackend
 
 
@@ -105,3 +105,17 @@ class NativeBackend:
         best = torch.empty(len(x), dtype=torch.int64)
         self.library.call("cs_argmax", address(x), len(x), x.shape[1], address(best))
         return best
+
+    def draw(self, logits: Tensor, draws: Draws) -> Tensor:
+        tokens = torch.empty_like(draws.rows)
+        struct = DrawsStruct(
+            count=len(draws.rows),
+            rows=address(draws.rows),
+            temperature=address(draws.temperature),
+            min_p=address(draws.min_p),
+            top_k=address(draws.top_k),
+            top_p=address(draws.top_p),
+            uniform=address(draws.uniform),
+        )
+        self.library.call("cs_draw", address(logits), logits.shape[1], ctypes.byref(struct), address(tokens))
+        return tokens

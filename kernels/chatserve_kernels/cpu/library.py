@@ -98,6 +98,20 @@ class StepStruct(Structure):
     ]
 
 
+class DrawsStruct(Structure):
+    """What to draw: see ``src/draw.h``."""
+
+    _fields_: ClassVar = [
+        ("count", c_int64),
+        ("rows", c_void_p),
+        ("temperature", c_void_p),
+        ("min_p", c_void_p),
+        ("top_k", c_void_p),
+        ("top_p", c_void_p),
+        ("uniform", c_void_p),
+    ]
+
+
 _STATUS_FUNCTIONS: dict[str, list[type]] = {
     "cs_pack": [c_void_p, c_int64, c_void_p, c_int64, c_int64, c_void_p, c_void_p],
     "cs_project": [
@@ -108,6 +122,7 @@ _STATUS_FUNCTIONS: dict[str, list[type]] = {
     "cs_forward": [c_void_p, POINTER(NetworkStruct), POINTER(StepStruct), c_void_p],
     "cs_logits": [c_void_p, POINTER(NetworkStruct), c_void_p, c_int64, c_void_p],
     "cs_argmax": [c_void_p, c_void_p, c_int64, c_int64, c_void_p],
+    "cs_draw": [c_void_p, c_void_p, c_int64, POINTER(DrawsStruct), c_void_p],
 }
 
 

@@ -4,6 +4,7 @@
 #include "amx.h"
 #include "argmax.h"
 #include "decoder.h"
+#include "draw.h"
 
 #define CS_EXPORT __attribute__((visibility("default")))
 
@@ -93,6 +94,10 @@ CS_EXPORT int cs_logits(Context* context, const cs::Network* network, const floa
 
 CS_EXPORT int cs_argmax(Context* context, const float* x, int64_t rows, int64_t columns, int64_t* best) {
   return guarded([&] { cs::argmax(context->pool, x, rows, columns, best); });
+}
+
+CS_EXPORT int cs_draw(Context* context, const float* logits, int64_t columns, const cs::Draws* draws, int64_t* tokens) {
+  return guarded([&] { cs::draw(context->pool, logits, columns, *draws, tokens); });
 }
 
 }  // extern "C"

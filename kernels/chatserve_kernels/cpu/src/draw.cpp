@@ -1,0 +1,213 @@
+// A token's weight is exp((logit - largest) / temperature): 1 for the best. As a rule a row is read twice: for the
+// largest logit of every block, and for the sum of every block's weights, which top-k spares. Inversion then opens one
+// block; top-k and top-p open those whose largest logit can matter, and choose among the few candidates in them. In a
+// row that is nearly flat all tokens are candidates.
+#include "draw.h"
+
+#include <algorithm>
+#include <atomic>
+#include <functional>
+#include <limits>
+#include <vector>
+
+#include "draw_scale.h"
+
+namespace cs {
+
+namespace {
+
+constexpr int64_t kBlock = 128;
+constexpr double kLog2E = 1.4426950408889634;
+constexpr float kStep = 3.0f;  // top-p looks at weights down to 2^-6 first, then 2^-9, and so on
+
+inline int64_t blocks_of(int64_t columns) { return (columns + kBlock - 1) / kBlock; }
+
+// Memory for one row.
+struct Scratch {
+  Buffer<float> maxima, values, order;
+  Buffer<double> sums;
+  Buffer<int32_t> ids;
+
+  void reserve(int64_t columns) {
+    maxima.reserve(blocks_of(columns));
+    sums.reserve(blocks_of(columns));
+    values.reserve(columns + kLanes);
+    order.reserve(columns);
+    ids.reserve(columns + kLanes);
+  }
+};
+
+struct Place {
+  int64_t index;
+  double before;  // sum of the weights before it
+};
+
+// The first whose running sum exceeds `target`; where rounding leaves none, the last that has weight.
+template <class T>
+Place invert(const T* weights, int64_t count, double target) {
+  Place place{0, 0};
+  double running = 0;
+  for (int64_t i = 0; i < count && running <= target; ++i) {
+    if (!(weights[i] > 0)) continue;
+    place = {i, running};
+    running += weights[i];
+  }
+  return place;
+}
+
+class Row {
+ public:
+  Row(const float* x, int64_t columns, double temperature, double min_p, Scratch& scratch)
+      : x_(x), columns_(columns), blocks_(blocks_of(columns)), scratch_(scratch) {
+    float* maxima = scratch.maxima.data();
+    for (int64_t b = 0; b < blocks_; ++b) maxima[b] = largest(block(b), size(b));
+    scale_.largest = largest(maxima, blocks_);
+    scale_.factor = float(std::min<double>(kLog2E / temperature, std::numeric_limits<float>::max()));
+    scale_.lowest = std::max(kSmallest, float(std::log2(min_p)));
+  }
+
+  // A row without has no distribution, and nothing can be drawn from it.
+  bool has_finite_largest() const { return std::isfinite(scale_.largest); }
+
+  int64_t draw(double uniform) const {
+    const double target = uniform * sum_blocks();
+    const Place place = invert(scratch_.sums.data(), blocks_, target);
+    float weights[kBlock];
+    const int64_t count = size(place.index);
+    for (int64_t i = 0; i < count; ++i) weights[i] = scale_.weight(block(place.index)[i]);
+    return place.index * kBlock + invert(weights, count, target - place.before).index;
+  }
+
+  // top_k in [1, columns], top_p in (0, 1].
+  int64_t draw_restricted(int64_t top_k, double top_p, double uniform) const {
+    int64_t count, kept;
+    double mass;
+    float* order = scratch_.order.data();
+    if (top_k < columns_) {
+      count = gather(bound(top_k));
+      kept = std::min(top_k, count);
+      std::copy_n(scratch_.values.data(), count, order);
+      partition(order, kept - 1, count);
+      mass = scale_.mass(order, kept);
+    } else {
+      mass = sum_blocks();
+      for (float depth = 2 * kStep;; depth += kStep) {
+        count = gather(-depth);
+        if (-depth <= scale_.lowest || scale_.mass(scratch_.values.data(), count) >= top_p * mass) break;
+      }
+      kept = count;
+      std::copy_n(scratch_.values.data(), count, order);
+    }
+    if (top_p < 1.0) kept = nucleus(order, kept, top_p * mass);
+    const float threshold = order[kept - 1];
+    return draw_above(count, threshold, std::count(order, order + kept, threshold), uniform);
+  }
+
+ private:
+  int64_t size(int64_t b) const { return std::min(kBlock, columns_ - b * kBlock); }
+  const float* block(int64_t b) const { return x_ + b * kBlock; }
+
+  static float largest(const float* x, int64_t count) {
+    float best = -std::numeric_limits<float>::infinity();
+#pragma omp simd reduction(max : best)
+    for (int64_t i = 0; i < count; ++i) best = x[i] > best ? x[i] : best;
+    return best;
+  }
+
+  // What would stand at `index` in descending order goes there, nothing smaller before it.
+  static void partition(float* values, int64_t index, int64_t count) {
+    std::nth_element(values, values + index, values + count, std::greater<>());
+  }
+
+  // The weights of every block, and of the row.
+  double sum_blocks() const {
+    double total = 0;
+    for (int64_t b = 0; b < blocks_; ++b) {
+      const bool weighs = scale_.exponent(scratch_.maxima.data()[b]) >= scale_.lowest;
+      total += scratch_.sums.data()[b] = weighs ? scale_.mass(block(b), size(b)) : 0.0;
+    }
+    return total;
+  }
+
+  // An exponent that the best `count` of the row reach if they have weight at all: that many blocks have a token there.
+  float bound(int64_t count) const {
+    if (count > blocks_) return kSmallest;
+    float* order = scratch_.order.data();
+    std::copy_n(scratch_.maxima.data(), blocks_, order);
+    partition(order, count - 1, blocks_);
+    return scale_.exponent(order[count - 1]);
+  }
+
+  // Candidates, in order of their ids: all that have weight and an exponent from `least` up. Returns their number.
+  int64_t gather(float least) const {
+    const Scale scale = scale_;  // a copy, which no store can alias
+    least = std::max(least, scale.lowest);
+    float* values = scratch_.values.data();
+    int32_t* ids = scratch_.ids.data();
+    int64_t count = 0;
+    for (int64_t b = 0; b < blocks_; ++b) {
+      if (!(scale.exponent(scratch_.maxima.data()[b]) >= least)) continue;
+      count += select(scale, least, block(b), int32_t(b * kBlock), size(b), values + count, ids + count);
+    }
+    return count;
+  }
+
+  // How many of the best of `order` it takes to reach `wanted`; that many then stand first, the least of them last.
+  // Halves what is in question each time, so the whole takes about two passes.
+  int64_t nucleus(float* order, int64_t count, double wanted) const {
+    int64_t begin = 0, end = count;
+    while (end - begin > 1) {
+      const int64_t middle = begin + (end - begin) / 2;
+      partition(order + begin, middle - begin, end - begin);
+      const double mass = scale_.mass(order + begin, middle - begin);
+      if (mass >= wanted) {
+        end = middle;
+      } else {
+        wanted -= mass;
+        begin = middle;
+      }
+    }
+    return end;
+  }
+
+  // From the candidates above `threshold` and the first `ties` that are equal to it.
+  int64_t draw_above(int64_t count, float threshold, int64_t ties, double uniform) const {
+    const float* values = scratch_.values.data();
+    float* weights = scratch_.order.data();
+    const Scale scale = scale_;
+#pragma omp simd
+    for (int64_t i = 0; i < count; ++i) weights[i] = values[i] >= threshold ? scale.weight(values[i]) : 0.0f;
+    for (int64_t i = 0; i < count; ++i)
+      if (values[i] == threshold && ties-- <= 0) weights[i] = 0.0f;
+    double total = 0;
+#pragma omp simd reduction(+ : total)
+    for (int64_t i = 0; i < count; ++i) total += weights[i];
+    return scratch_.ids.data()[invert(weights, count, uniform * total).index];
+  }
+
+  const float* x_;
+  int64_t columns_, blocks_;
+  Scratch& scratch_;
+  Scale scale_;
+};
+
+}  // namespace
+
+void draw(ThreadPool& pool, const float* logits, int64_t columns, const Draws& draws, int64_t* tokens) {
+  const int threads = int(std::min<int64_t>(pool.size(), draws.count));
+  std::vector<Scratch> scratch(threads);
+  for (Scratch& one : scratch) one.reserve(columns);
+  std::atomic<int64_t> next{0};
+  pool.run(threads, [&](int thread) {
+    for (int64_t i; (i = next.fetch_add(1)) < draws.count;) {
+      const Row row(logits + draws.rows[i] * columns, columns, draws.temperature[i], draws.min_p[i], scratch[thread]);
+      const int64_t top_k = draws.top_k[i] > 0 ? std::min(draws.top_k[i], columns) : columns;
+      const double top_p = draws.top_p[i], uniform = draws.uniform[i];
+      if (!row.has_finite_largest()) tokens[i] = 0;
+      else if (top_k < columns || top_p < 1.0) tokens[i] = row.draw_restricted(top_k, top_p, uniform);
+      else tokens[i] = row.draw(uniform);
+    }
+  });
+}
+
+}  // namespace cs

@@ -1,0 +1,74 @@
+// How drawing weighs the logits of one row.
+#pragma once
+
+#include <bit>
+
+#include "common.h"
+
+namespace cs {
+
+constexpr float kSmallest = -126.0f;  // exponent of the smallest normal float32; lower weights count as 0
+
+// 2^x for -126 ≤ x ≤ 0 to about 1e-7 relative, in operations that compilers turn into vectors everywhere.
+inline float two_to(float x) {
+  constexpr float kRound = 12582912.0f;  // 1.5 × 2^23: what is added to it is rounded to a whole number
+  const float shifted = x + kRound;
+  const float f = x - (shifted - kRound);
+  float p = 1.5403530e-4f;
+  p = p * f + 1.3333558e-3f;
+  p = p * f + 9.6181291e-3f;
+  p = p * f + 5.5504109e-2f;
+  p = p * f + 2.4022651e-1f;
+  p = p * f + 6.9314718e-1f;
+  p = p * f + 1.0f;
+  const uint32_t whole = std::bit_cast<uint32_t>(shifted) - std::bit_cast<uint32_t>(kRound);
+  return p * std::bit_cast<float>((whole + 127) << 23);
+}
+
+// How one row weighs its logits.
+struct Scale {
+  float largest, factor;
+  float lowest;  // exponent below which min-p, or else float32, makes the weight 0
+
+  float exponent(float logit) const { return (logit - largest) * factor; }
+  float weight(float logit) const {
+    const float e = exponent(logit);
+    return e >= lowest ? two_to(e) : 0.0f;
+  }
+  double mass(const float* logits, int64_t count) const {
+    double sum = 0;
+#pragma omp simd reduction(+ : sum)
+    for (int64_t i = 0; i < count; ++i) sum += weight(logits[i]);
+    return sum;
+  }
+};
+
+// Those of x[0…count) with an exponent from `least` up, and their ids, of which the first is `id`. Returns how many.
+// Up to a vector of either is written beyond them. Compilers do not turn this loop into vectors by themselves.
+inline int64_t select(const Scale& scale, float least, const float* x, int32_t id, int64_t count, float* values,
+                      int32_t* ids) {
+  int64_t selected = 0;
+#if defined(CS_AVX512)
+  const __m512i lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+  for (int64_t i = 0; i < count; i += kLanes) {
+    const __mmask16 inside = count - i < kLanes ? __mmask16((1u << (count - i)) - 1) : __mmask16(0xffff);
+    const __m512 value = _mm512_maskz_loadu_ps(inside, x + i);
+    const __m512 above = _mm512_sub_ps(value, _mm512_set1_ps(scale.largest));
+    const __m512 exponent = _mm512_mul_ps(above, _mm512_set1_ps(scale.factor));
+    const __mmask16 reach = _mm512_mask_cmp_ps_mask(inside, exponent, _mm512_set1_ps(least), _CMP_GE_OQ);
+    _mm512_storeu_ps(values + selected, _mm512_maskz_compress_ps(reach, value));
+    const __m512i here = _mm512_add_epi32(lanes, _mm512_set1_epi32(id + int32_t(i)));
+    _mm512_storeu_si512(ids + selected, _mm512_maskz_compress_epi32(reach, here));
+    selected += std::popcount(uint32_t(reach));
+  }
+#else
+  for (int64_t i = 0; i < count; ++i) {
+    values[selected] = x[i];
+    ids[selected] = id + int32_t(i);
+    selected += scale.exponent(x[i]) >= least;
+  }
+#endif
+  return selected;
+}
+
+}  // namespace cs
