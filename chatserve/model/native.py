@@ -1,18 +1,19 @@
 """A model folder's weights as the network that the compiled CPU kernels run.
 
-Knows tensor names and which quantised blocks a folder holds; decides per matrix whether stored blocks are used or
-values are quantised now. `chatserve.model.transformer` is the caller.
+Knows tensor names and which quantised blocks a folder holds; decides per matrix whether stored blocks are used,
+values are quantised now, or kept in bfloat16. `chatserve.model.transformer` is the caller.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
 import torch
 from chatserve_kernels.cpu.decoder import GATE_UP_RUN, LayerWeights, NativeDecoder, Sizes, interleave_gate_up
 from chatserve_kernels.cpu.library import Library
-from chatserve_kernels.cpu.weights import BLOCK, QuantisedRows, quantise
+from chatserve_kernels.cpu.weights import BLOCK, Matrix, quantise
 from torch import Tensor
 
 from chatserve.model.architecture import Architecture
@@ -21,8 +22,11 @@ from chatserve.model.weights import BLOCKS_FILE, Checkpoint
 
 Quantization = Literal["auto", "none", "q4_1", "q8_0"]
 
-# What is not stored in a format the kernels have is rounded to this one: errors well below bfloat16 activations'.
+# Of a quantised model, what is not stored in a format the kernels have is rounded to this one: errors well below those
+# of bfloat16 activations. So is the head.
 _FALLBACK = "q8_0"
+
+Parts = tuple[tuple[str, int], ...]
 
 
 def make_decoder(
@@ -32,12 +36,17 @@ def make_decoder(
     quantization: Quantization,
     num_positions: int,
 ) -> NativeDecoder | None:
-    """The quantised network; ``None`` where none is asked for, stored (for ``auto``), or possible for its sizes."""
-    if quantization == "none" or (quantization == "auto" and not checkpoint.has_blocks):
+    """The network with weights in the format that is asked for or (``auto``) stored, else in bfloat16; ``None`` where
+    its sizes do not allow either."""
+    if architecture.intermediate_size % GATE_UP_RUN:
         return None
-    if not _fits(architecture):
-        return None
-    reader = _Reader(checkpoint, quantization)
+    quantised = checkpoint.has_blocks if quantization == "auto" else quantization != "none"
+    if not (quantised and _has_whole_blocks(architecture)):
+        reader = head_reader = _Reader(checkpoint, "bf16")
+    elif quantization == "auto":
+        reader = head_reader = _Reader(checkpoint, _FALLBACK, stored=True)
+    else:
+        reader, head_reader = _Reader(checkpoint, quantization), _Reader(checkpoint, _FALLBACK)
     layers = [_layer(reader, architecture, layer) for layer in range(architecture.num_layers)]
     tied = architecture.tie_word_embeddings
     head = "model.embed_tokens" if tied else "lm_head"
@@ -47,7 +56,7 @@ def make_decoder(
         Sizes(architecture.num_heads, architecture.num_kv_heads, architecture.head_dim, architecture.rms_norm_eps),
         layers,
         reader.vector("model.norm.weight", architecture.hidden_size),
-        reader.rows(((head, architecture.vocab_size),), architecture.hidden_size, kind=_FALLBACK),
+        head_reader.matrix(((head, architecture.vocab_size),), architecture.hidden_size),
         cos[:, 0].contiguous(),
         sin[:, 0].contiguous(),
     )
@@ -58,46 +67,51 @@ def is_quantised(folder: Path, quantization: Quantization) -> bool:
     return (folder / BLOCKS_FILE).is_file() if quantization == "auto" else quantization != "none"
 
 
-def _fits(architecture: Architecture) -> bool:
+def _has_whole_blocks(architecture: Architecture) -> bool:
+    """Whether every row is a whole number of blocks."""
     inputs = (
         architecture.hidden_size,
         architecture.num_heads * architecture.head_dim,
         architecture.intermediate_size,
     )
-    return all(size % BLOCK == 0 for size in inputs) and architecture.intermediate_size % GATE_UP_RUN == 0
+    return all(size % BLOCK == 0 for size in inputs)
 
 
 class _Reader:
-    """Matrices of one checkpoint as blocks."""
+    """Matrices of one checkpoint.
 
-    def __init__(self, checkpoint: Checkpoint, quantization: Quantization) -> None:
+    Args:
+        kind: format of what is not stored in one that the kernels have.
+        stored: whether stored blocks are used.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, kind: str, stored: bool = False) -> None:
         self._checkpoint = checkpoint
-        self._kind = None if quantization == "auto" else quantization
+        self._kind = kind
+        self._stored = stored
 
     def vector(self, name: str, size: int) -> Tensor:
         """float32, in memory of its own."""
         return self._checkpoint.tensor(name, (size,), torch.float32).clone()
 
-    def biases(self, parts: tuple[tuple[str, int], ...]) -> list[Tensor]:
+    def biases(self, parts: Parts) -> list[Tensor]:
         return [self.vector(f"{name}.bias", size) for name, size in parts]
 
-    def rows(self, parts: tuple[tuple[str, int], ...], inputs: int, kind: str | None = None) -> QuantisedRows:
-        """Projections of one input, their rows one after another."""
-        matrices = self.matrices(parts, inputs, kind)
-        return QuantisedRows(matrices[0].kind, torch.cat([matrix.blocks for matrix in matrices]))
+    def matrix(self, parts: Parts, inputs: int, join: Callable[[list[Tensor]], Tensor] = torch.cat) -> Matrix:
+        """Projections of one input as one matrix: their rows one after another, or as ``join`` orders them."""
+        outputs = sum(size for _, size in parts)
+        if self._stored:
+            found = [self._checkpoint.blocks(f"{name}.weight", (size, inputs)) for name, size in parts]
+            kinds = {blocks and blocks[0] for blocks in found}
+            if len(kinds) == 1 and (kind := kinds.pop()) is not None:
+                return Matrix(kind, outputs, inputs, lambda: join([blocks[1] for blocks in found if blocks]))
+        return Matrix(self._kind, outputs, inputs, lambda: join([self._rows(*part, inputs) for part in parts]))
 
-    def matrices(self, parts: tuple[tuple[str, int], ...], inputs: int, kind: str | None = None) -> list[QuantisedRows]:
-        """The projections in one common format: the stored one, or ``kind`` (or the configured one)."""
-        if self._kind is None:
-            stored = [self._checkpoint.blocks(f"{name}.weight", (size, inputs)) for name, size in parts]
-            matrices = [QuantisedRows(*found) for found in stored if found is not None]
-            if len(matrices) == len(parts) and len({matrix.kind for matrix in matrices}) == 1:
-                return matrices
-        kind = kind or self._kind or _FALLBACK
-        return [
-            quantise(self._checkpoint.tensor(f"{name}.weight", (size, inputs), torch.float32), kind)
-            for name, size in parts
-        ]
+    def _rows(self, name: str, outputs: int, inputs: int) -> Tensor:
+        if self._kind == "bf16":
+            return self._checkpoint.tensor(f"{name}.weight", (outputs, inputs), torch.bfloat16)
+        weight = self._checkpoint.tensor(f"{name}.weight", (outputs, inputs), torch.float32)
+        return quantise(weight, self._kind).blocks
 
 
 def _layer(reader: _Reader, architecture: Architecture, layer: int) -> LayerWeights:
@@ -110,19 +124,18 @@ def _layer(reader: _Reader, architecture: Architecture, layer: int) -> LayerWeig
     output = ((f"{prefix}.self_attn.o_proj", hidden),)
     gate_up = ((f"{prefix}.mlp.gate_proj", inner), (f"{prefix}.mlp.up_proj", inner))
     down = ((f"{prefix}.mlp.down_proj", hidden),)
-    gate, up = reader.matrices(gate_up, hidden)
     return LayerWeights(
         input_norm=reader.vector(f"{prefix}.input_layernorm.weight", hidden),
-        qkv=reader.rows(qkv, hidden),
+        qkv=reader.matrix(qkv, hidden),
         qkv_bias=torch.cat(reader.biases(qkv)) if architecture.qkv_bias else None,
         query_norm=reader.vector(f"{prefix}.self_attn.q_norm.weight", dim) if architecture.qk_norm else None,
         key_norm=reader.vector(f"{prefix}.self_attn.k_norm.weight", dim) if architecture.qk_norm else None,
-        output=reader.rows(output, query),
+        output=reader.matrix(output, query),
         output_bias=reader.biases(output)[0] if architecture.output_bias else None,
         post_norm=reader.vector(f"{prefix}.post_attention_layernorm.weight", hidden),
-        gate_up=QuantisedRows(gate.kind, interleave_gate_up(gate.blocks, up.blocks)),
+        gate_up=reader.matrix(gate_up, hidden, lambda halves: interleave_gate_up(*halves)),
         gate_up_bias=interleave_gate_up(*reader.biases(gate_up)) if architecture.mlp_bias else None,
-        down=reader.rows(down, inner),
+        down=reader.matrix(down, inner),
         down_bias=reader.biases(down)[0] if architecture.mlp_bias else None,
         window=architecture.windows[layer],
     )

@@ -31,7 +31,7 @@ class Transformer:
 
     Args:
         num_positions: length of the rotary tables; positions must stay below it.
-        quantization: with a native backend and bfloat16, which weights its kernels multiply in a quantised format.
+        quantization: with a native backend and bfloat16, the format that its kernels hold the weights in.
 
     Raises:
         ModelLoadError: weights missing, damaged, or not those that ``config.json`` describes.
@@ -71,7 +71,7 @@ class Transformer:
 
     @property
     def is_native(self) -> bool:
-        """Whether quantised weights run in the compiled kernels, one call per step."""
+        """Whether the network runs in the compiled kernels, one call per step."""
         return self._decoder is not None
 
     def forward(self, token_ids: Tensor, positions: Tensor, attention: AttentionStep) -> Tensor:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-
 import gguf
 import numpy as np
 import pytest
@@ -13,9 +11,8 @@ from chatserve_kernels.cpu.library import Library
 from chatserve_kernels.cpu.weights import Arena, PackedLinear, QuantisedRows, dequantise, quantise
 from torch import Tensor
 
-from tests.kernels.native import library
+from tests.kernels.native import ADD, SILU_MUL, library, project, relative_error
 
-STORE, ADD, SILU_MUL = 0, 1, 2
 TILES, DOTS = 0, 1 << 30
 
 
@@ -33,22 +30,7 @@ def random_rows(kind: str, outputs: int, inputs: int, seed: int = 0) -> Quantise
 
 
 def pack(lib: Library, rows: QuantisedRows, bias: Tensor | None = None) -> PackedLinear:
-    return PackedLinear(lib, rows, bias, Arena(Arena.size_of(lib, rows.kind, rows.outputs, rows.inputs)))
-
-
-def project(
-    lib: Library, packed: PackedLinear, x: Tensor, out: Tensor, *, epilogue: int = STORE, norm: Tensor | None = None
-) -> Tensor:
-    """Call the kernel; ``out`` is overwritten or added to, and returned."""
-    lib.call(
-        *("cs_project", ctypes.byref(packed.struct), x.data_ptr(), len(x)),
-        *(None if norm is None else norm.data_ptr(), 1e-5, epilogue, out.data_ptr(), out.shape[1]),
-    )
-    return out
-
-
-def relative_error(out: Tensor, expected: Tensor) -> float:
-    return float((out - expected).norm() / expected.norm())
+    return PackedLinear(lib, rows.matrix, bias, Arena(Arena.size_of(lib, rows.kind, rows.outputs, rows.inputs)))
 
 
 @pytest.mark.parametrize("kind", ["q4_0", "q4_1", "q8_0"])

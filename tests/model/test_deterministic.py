@@ -65,7 +65,9 @@ def logits_of(model: Transformer, backend: NativeBackend, prompts: list[list[int
     return [torch.cat(parts) for parts in found]
 
 
-@pytest.mark.parametrize(("variant", "quantization"), [("llama", "q4_1"), ("mistral-window", "q8_0")])
+@pytest.mark.parametrize(
+    ("variant", "quantization"), [("llama", "q4_1"), ("mistral-window", "q8_0"), ("llama-biased", "none")]
+)
 @pytest.mark.parametrize("isa", supported_isas())
 def test_logits_are_bit_equal_in_any_batch_and_chunking(
     tmp_path: Path, isa: str, variant: str, quantization: Quantization

@@ -70,6 +70,25 @@ def test_every_family_gives_the_logits_of_its_quantised_weights(
         assert (a - b).norm() / a.norm() < 0.06
 
 
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_family_runs_in_bfloat16(tmp_path: Path, native: NativeBackend, variant: str) -> None:
+    """Weights that are not quantised, whatever the sizes: within bfloat16's rounding of plain float32 (which is what
+    transformers computes), and no further from it than torch's own bfloat16."""
+    write_model(tmp_path, variant)
+    prompts = [[3, 17, 99, 4, 55, 21, 8], list(range(20, 60)), [7]]
+    _, exact = run(tmp_path, TorchBackend(), torch.float32, prompts, "none")
+    _, theirs = run(tmp_path, TorchBackend(), torch.bfloat16, prompts, "none")
+    for quantization in ("none", "auto"):
+        model, ours = run(tmp_path, native, torch.bfloat16, prompts, quantization)
+        assert model.is_native
+        assert error(ours, exact) < 0.04
+        assert error(ours, exact) < error(theirs, exact)
+
+
+def error(logits: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
+    return float((torch.cat(logits) - torch.cat(expected)).norm() / torch.cat(expected).norm())
+
+
 @pytest.fixture(scope="module")
 def smollm2() -> Path:
     return store.pull("smollm2-135m").path
@@ -121,12 +140,28 @@ def perplexity(logits: torch.Tensor, ids: list[int]) -> float:
     return math.exp(-float(chosen.mean()))
 
 
-def test_sizes_that_do_not_fit_blocks_run_on_torch(tmp_path: Path, native: NativeBackend) -> None:
-    """Rows that are no whole number of blocks cannot be quantised: such a model is served plainly, not refused."""
-    write_model(tmp_path, "llama-head-dim")
+@pytest.mark.parametrize(("inner", "is_native"), [(80, True), (72, False)])
+def test_sizes_that_do_not_fit_blocks_are_not_quantised(
+    tmp_path: Path, native: NativeBackend, inner: int, is_native: bool
+) -> None:
+    """Rows that are no whole number of blocks stay bfloat16, and run on torch where gate and up cannot be interleaved:
+    such a model is served plainly, not refused."""
+    write_model(tmp_path, "llama-head-dim", intermediate_size=inner)
     prompts = [[3, 17, 99, 4], [5]]
     _, expected = run(tmp_path, TorchBackend(), torch.float32, prompts, "none")
     model, ours = run(tmp_path, native, torch.bfloat16, prompts, "q8_0")
-    assert not model.is_native
-    for a, b in zip(expected, ours, strict=True):
-        assert (a - b).norm() / a.norm() < 0.1
+    assert model.is_native == is_native
+    assert error(ours, expected) < 0.1
+
+
+def test_a_gguf_model_runs_in_bfloat16_when_asked(tmp_path: Path, native: NativeBackend) -> None:
+    """``none`` leaves kept blocks alone: the converted bfloat16 weights are multiplied, as they are."""
+    source, folder = tmp_path / "model.gguf", tmp_path / "out"
+    write_gguf(source, "llama", tied=True, kind=gguf.GGMLQuantizationType.Q4_0)
+    folder.mkdir()
+    convert(source, folder, lambda step, done, total: None)
+    prompts = [[3, 17, 99, 4, 55], list(range(20, 50))]
+    _, expected = run(folder, TorchBackend(), torch.float32, prompts, "none")
+    model, ours = run(folder, native, torch.bfloat16, prompts, "none")
+    assert model.is_native
+    assert error(ours, expected) < 0.02

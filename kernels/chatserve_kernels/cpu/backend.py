@@ -1,7 +1,7 @@
 """Attention in C++ behind the common interface; what is left of it in torch.
 
 `NativeBackend` is what the model room gets on CPUs where the kernels could be built. Attention is native for bfloat16
-caches; pointwise operations, which only networks without quantised weights need one by one, are torch's.
+caches; pointwise operations, which only networks that `decoder` cannot run need one by one, are torch's.
 """
 
 from __future__ import annotations

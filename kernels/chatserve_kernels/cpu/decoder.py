@@ -15,7 +15,7 @@ from torch import Tensor
 
 from chatserve_kernels.cpu.backend import NativeAttentionStep, address
 from chatserve_kernels.cpu.library import LayerStruct, Library, NetworkStruct, StepStruct
-from chatserve_kernels.cpu.weights import Arena, PackedLinear, QuantisedRows
+from chatserve_kernels.cpu.weights import Arena, Matrix, PackedLinear
 
 # Gate and up projections are interleaved in runs of this many rows, so that one tile pair holds both halves of a
 # gated unit and only their product is stored.
@@ -33,16 +33,16 @@ class LayerWeights:
     """
 
     input_norm: Tensor
-    qkv: QuantisedRows
+    qkv: Matrix
     qkv_bias: Tensor | None
     query_norm: Tensor | None
     key_norm: Tensor | None
-    output: QuantisedRows
+    output: Matrix
     output_bias: Tensor | None
     post_norm: Tensor
-    gate_up: QuantisedRows
+    gate_up: Matrix
     gate_up_bias: Tensor | None
-    down: QuantisedRows
+    down: Matrix
     down_bias: Tensor | None
     window: int | None
 
@@ -70,7 +70,7 @@ class NativeDecoder:
         sizes: Sizes,
         layers: Sequence[LayerWeights],
         final_norm: Tensor,
-        head: QuantisedRows,
+        head: Matrix,
         cos: Tensor,
         sin: Tensor,
     ) -> None:
@@ -80,9 +80,9 @@ class NativeDecoder:
         matrices = [m for layer in layers for m in (layer.qkv, layer.output, layer.gate_up, layer.down)]
         arena = Arena(sum(Arena.size_of(library, m.kind, m.outputs, m.inputs) for m in (*matrices, head)))
 
-        # The blocks are copied into the arena; of a layer only norms and biases need to live on.
-        def pack(rows: QuantisedRows, bias: Tensor | None = None) -> PackedLinear:
-            packed = PackedLinear(library, rows, bias, arena)
+        # Rows are copied into the arena; of a layer only norms and biases need to live on.
+        def pack(matrix: Matrix, bias: Tensor | None = None) -> PackedLinear:
+            packed = PackedLinear(library, matrix, bias, arena)
             self._keep.append(packed)
             return packed
 

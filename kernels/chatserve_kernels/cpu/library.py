@@ -15,7 +15,7 @@ from typing import ClassVar
 
 from chatserve_kernels.cpu.build import BuildError
 
-ABI_VERSION = 2
+ABI_VERSION = 3
 
 
 class LinearStruct(Structure):

@@ -1,12 +1,13 @@
-"""Quantised matrices in the two layouts of the kernels, and quantisation of plain ones.
+"""Matrices in the layouts of the kernels, and quantisation of plain ones.
 
-Knows the block formats Q4_0, Q4_1 and Q8_0 of GGUF (32 inputs per block, along rows). Stored blocks are used as they
-are; plain weights can be quantised to the same formats. `decoder` builds its projections from this.
+Knows the block formats Q4_0, Q4_1 and Q8_0 of GGUF (32 inputs per block, along rows), and bfloat16. Stored blocks are
+used as they are; plain weights can be quantised to the same formats. `decoder` builds its projections from this.
 """
 
 from __future__ import annotations
 
 import mmap
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,11 +18,27 @@ from torch import Tensor
 from chatserve_kernels.cpu.library import Library, LinearStruct
 
 BLOCK = 32
-KINDS = {"q4_0": 2, "q4_1": 3, "q8_0": 8}
+KINDS = {"q4_0": 2, "q4_1": 3, "q8_0": 8, "bf16": 30}
 BLOCK_BYTES = {"q4_0": 18, "q4_1": 20, "q8_0": 34}
 
 _ALIGNMENT = 64
 _HUGE_PAGE = 2 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Matrix:
+    """A matrix that is read when it is packed: a model is never in memory twice, only one of its matrices is.
+
+    Attributes:
+        kind: one of `KINDS`.
+        read: its rows, contiguous: uint8 [outputs, inputs / 32 * bytes per block] as GGUF stores them, or bfloat16
+            [outputs, inputs].
+    """
+
+    kind: str
+    outputs: int
+    inputs: int
+    read: Callable[[], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +61,10 @@ class QuantisedRows:
     def inputs(self) -> int:
         return self.blocks.shape[1] // BLOCK_BYTES[self.kind] * BLOCK
 
+    @property
+    def matrix(self) -> Matrix:
+        return Matrix(self.kind, self.outputs, self.inputs, lambda: self.blocks)
+
 
 class PackedLinear:
     """A projection in kernel layout.
@@ -52,13 +73,19 @@ class PackedLinear:
         bias: float32 [outputs] or ``None``.
     """
 
-    def __init__(self, library: Library, rows: QuantisedRows, bias: Tensor | None, arena: Arena) -> None:
-        if not rows.blocks.is_contiguous() or rows.blocks.dtype != torch.uint8:
-            raise ValueError("blocks must be contiguous uint8")
-        kind, outputs, inputs = KINDS[rows.kind], rows.outputs, rows.inputs
+    def __init__(self, library: Library, matrix: Matrix, bias: Tensor | None, arena: Arena) -> None:
+        kind, outputs, inputs = KINDS[matrix.kind], matrix.outputs, matrix.inputs
+        rows = matrix.read()
+        if matrix.kind == "bf16":
+            dtype, row_size = torch.bfloat16, inputs
+        else:
+            dtype, row_size = torch.uint8, inputs // BLOCK * BLOCK_BYTES[matrix.kind]
+        if not rows.is_contiguous() or rows.dtype != dtype or tuple(rows.shape) != (outputs, row_size):
+            raise ValueError(f"{matrix.kind} rows must be contiguous {dtype} [{outputs}, {row_size}]")
         dots = arena.take(library.dots_bytes(kind, outputs, inputs))
-        tiles = arena.take(library.tiles_bytes(kind, outputs, inputs)) if library.has_tiles else None
-        library.call("cs_pack", kind, rows.blocks.data_ptr(), outputs, inputs, dots, tiles)
+        tiles_bytes = library.tiles_bytes(kind, outputs, inputs) if library.has_tiles else 0
+        tiles = arena.take(tiles_bytes) if tiles_bytes else None
+        library.call("cs_pack", kind, rows.data_ptr(), outputs, inputs, dots, tiles)
         self._keep = (arena, bias)
         self.struct = LinearStruct(kind, outputs, inputs, dots, tiles, None if bias is None else bias.data_ptr())
 

@@ -27,17 +27,16 @@ int guarded(const F& body) {
 
 extern "C" {
 
-CS_EXPORT int cs_abi_version() { return 2; }
+CS_EXPORT int cs_abi_version() { return 3; }
 
 CS_EXPORT Context* cs_create(int threads, int fixed) {
 #if defined(CS_AMX)
-  // Tiles are chosen by the number of rows, and give other bits than dot products.
-  const bool amx = !fixed && cs::amx_granted();
+  const bool tiles = cs::amx_granted();
 #else
-  const bool amx = false;
+  const bool tiles = false;
 #endif
   try {
-    return new Context(threads, amx, fixed != 0);
+    return new Context(threads, tiles, fixed != 0);
   } catch (...) {
     return nullptr;
   }

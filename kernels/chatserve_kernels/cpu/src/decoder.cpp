@@ -56,6 +56,11 @@ void Context::project(const Linear& linear, const float* x, int64_t x_stride, in
                       float eps, Epilogue epilogue, float* out, int64_t out_stride) {
   for (int64_t row = 0; row < rows; row += kRowsAtOnce) {
     const int count = int(std::min(kRowsAtOnce, rows - row));
+    if (linear.kind == kBF16) {
+      project_bf16(pool, linear, activation_, tiles, x + row * x_stride, x_stride, count, norm, eps, epilogue,
+                   out + row * out_stride, out_stride);
+      continue;
+    }
     const int64_t threshold = int64_t(tile_threshold()) * (linear.four_bit() ? 1 : 2);
     const bool tiled = amx && linear.tiles != nullptr && count > threshold;
     prepare(pool, activation_, tiled, x + row * x_stride, x_stride, count, linear.inputs, norm, eps);

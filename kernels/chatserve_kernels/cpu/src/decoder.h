@@ -39,7 +39,7 @@ struct Step {
 class Context {
  public:
   // `fixed`: what a token gives does not depend on what else is in its step.
-  Context(int threads, bool amx, bool fixed) : pool(threads), amx(amx), fixed(fixed) {}
+  Context(int threads, bool tiles, bool fixed) : pool(threads), tiles(tiles), amx(tiles && !fixed), fixed(fixed) {}
 
   // hidden [num_tokens][hidden], in place.
   void forward(const Network& network, const Step& step, float* hidden);
@@ -54,7 +54,8 @@ class Context {
                     float* out);
 
   ThreadPool pool;
-  const bool amx, fixed;
+  // Whether there are AMX tiles, and whether they may be chosen by the number of rows, which changes bits.
+  const bool tiles, amx, fixed;
 
  private:
   Activation activation_;

@@ -62,30 +62,23 @@ void put_tiles(int64_t kind, const Block& block, int lane, int half, uint8_t* un
   std::memcpy(unit + 576 + half * 32 + 2 * lane, &block.minimum, 2);
 }
 
-float norm_factor(const float* x, int64_t inputs, float eps) {
-  float sum[16] = {};
-  for (int64_t i = 0; i + 16 <= inputs; i += 16)
-    for (int j = 0; j < 16; ++j) sum[j] += x[i + j] * x[i + j];
-  float total = 0.0f;
-  for (int j = 0; j < 16; ++j) total += sum[j];
-  return 1.0f / std::sqrt(total / float(inputs) + eps);
-}
-
 }  // namespace
 
 int tile_threshold() { return g_tile_threshold; }
 void set_tile_threshold(int rows) { g_tile_threshold = rows; }
 
 int64_t dots_bytes(int64_t kind, int64_t outputs, int64_t inputs) {
+  if (kind == kBF16) return bf16_bytes(outputs, inputs);
   return padded_outputs(outputs) / kLanes * (inputs / kGroup) * dots_unit(kind);
 }
 
 int64_t tiles_bytes(int64_t kind, int64_t outputs, int64_t inputs) {
-  return padded_outputs(outputs) / kLanes * group_pairs(inputs) * tiles_unit(kind);
+  return kind == kBF16 ? 0 : padded_outputs(outputs) / kLanes * group_pairs(inputs) * tiles_unit(kind);
 }
 
 void pack(ThreadPool& pool, int64_t kind, const uint8_t* blocks, int64_t outputs, int64_t inputs, uint8_t* dots,
           uint8_t* tiles) {
+  if (kind == kBF16) return pack_bf16(pool, reinterpret_cast<const uint16_t*>(blocks), outputs, inputs, dots);
   const int64_t groups = inputs / kGroup, units = group_pairs(inputs);
   pool.run(int(padded_outputs(outputs) / kLanes), [&](int tile) {
     uint8_t* dot_row = dots + tile * groups * dots_unit(kind);

@@ -1,4 +1,5 @@
-// Projections with 4-bit and 8-bit weights: y = W x, from the values that a GGUF file stores.
+// Projections with 4-bit and 8-bit weights: y = W x, from the values that a GGUF file stores; and with
+// bfloat16 ones (linear_bf16.cpp).
 //
 // Few rows: activations are quantised to 8 bits per group of 32 and multiplied as integers ("dots"). Many rows, where
 // the CPU has AMX: weights are expanded to bfloat16 tiles in the L1 cache and multiplied with bfloat16 activations
@@ -10,7 +11,7 @@
 
 namespace cs {
 
-enum Kind : int64_t { kQ4_0 = 2, kQ4_1 = 3, kQ8_0 = 8 };  // the numbers of the GGUF format
+enum Kind : int64_t { kQ4_0 = 2, kQ4_1 = 3, kQ8_0 = 8, kBF16 = 30 };  // the numbers of the GGUF format
 
 // Layout "dots", per pair of (16 outputs, 32 inputs): 4-bit: 4 × 64 bytes, each holding inputs 8j…8j+3 of every output
 // in its low nibbles and 8j+4…8j+7 in its high ones, then 16 scales and 16 minima (half floats). 8-bit: 8 × 64 bytes of
@@ -24,6 +25,7 @@ struct Linear {
   const uint8_t* tiles;  // null where there is no AMX
   const float* bias;     // [outputs] or null
 
+  const uint8_t* bf16_units() const { return dots; }  // their layout: linear_bf16.cpp
   bool four_bit() const { return kind != kQ8_0; }
   int groups() const { return int(inputs / kGroup); }
   int pairs() const { return int((outputs + 2 * kLanes - 1) / (2 * kLanes)); }
@@ -34,14 +36,21 @@ constexpr int64_t tiles_unit(int64_t kind) { return kind == kQ8_0 ? 1024 + 64 : 
 int64_t dots_bytes(int64_t kind, int64_t outputs, int64_t inputs);
 int64_t tiles_bytes(int64_t kind, int64_t outputs, int64_t inputs);
 
-// Lay out the rows of a GGUF tensor (outputs × inputs / 32 blocks); tiles may be null.
+// Lay out the rows of a GGUF tensor (outputs × inputs / 32 blocks), or of a bfloat16 one; tiles may be null.
 void pack(ThreadPool& pool, int64_t kind, const uint8_t* blocks, int64_t outputs, int64_t inputs, uint8_t* dots,
           uint8_t* tiles);
 
-// Rows of activations in the form one of the two ways wants.
+#if defined(CS_AVX512) && defined(__AVX512BF16__)
+using Number = uint16_t;  // an activation beside bfloat16 weights: bfloat16
+#else
+using Number = float;
+#endif
+
+// Rows of activations in the form one of the ways wants.
 struct Activation {
   int rows = 0, groups = 0;
   bool tiled = false;
+  Buffer<Number> numbers;      // beside bfloat16: [rows / 16][inputs / 32][16 rows][32 inputs]
   Buffer<int8_t> values;       // dots: [rows][inputs]
   Buffer<float> scale;         // dots: [rows][groups]
   Buffer<float> scaled_sum;    // dots: [rows][groups], scale × sum of values
@@ -59,6 +68,11 @@ void prepare(ThreadPool& pool, Activation& activation, bool tiled, const float* 
              int64_t inputs, const float* norm_weight, float eps);
 
 enum class Epilogue { kStore, kAdd, kSiluMul };
+
+// prepare() and multiply() for bfloat16 weights; `amx`: in tiles.
+void project_bf16(ThreadPool& pool, const Linear& linear, Activation& activation, bool amx, const float* x,
+                  int64_t x_stride, int rows, const float* norm_weight, float eps, Epilogue epilogue, float* out,
+                  int64_t out_stride);
 
 // kStore: out = y + bias. kAdd: out += y + bias. kSiluMul: the outputs come in blocks of 16 gates and 16 ups in turn;
 // out [rows][outputs / 2] = silu(gate) × up.

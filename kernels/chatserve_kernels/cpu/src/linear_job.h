@@ -9,6 +9,17 @@ constexpr int64_t kPrefetch = 4096;  // bytes ahead of the weights being multipl
 
 inline int64_t group_pairs(int64_t inputs) { return (inputs / kGroup + 1) / 2; }
 
+// What an RMS norm multiplies a row with, weights aside.
+inline float norm_factor(const float* x, int64_t inputs, float eps) {
+  float sum[16] = {};
+  for (int64_t i = 0; i + 16 <= inputs; i += 16)
+    for (int j = 0; j < 16; ++j) sum[j] += x[i + j] * x[i + j];
+  for (int64_t i = inputs / 16 * 16; i < inputs; ++i) sum[i % 16] += x[i] * x[i];
+  float total = 0.0f;
+  for (int j = 0; j < 16; ++j) total += sum[j];
+  return 1.0f / std::sqrt(total / float(inputs) + eps);
+}
+
 inline float silu(float x) { return x / (1.0f + std::exp(-x)); }
 
 // One row of one pair of weight tiles: 16 + 16 finished outputs.
@@ -74,5 +85,9 @@ void quantise_row(Activation& activation, int row, const float* x, int64_t input
 // Up to 16 rows as tiles, each times its factor.
 void pack_rows(Activation& activation, int tile, const float* x, int64_t stride, int rows, int64_t inputs,
                const float* weight, const float* factor);
+
+// Layout of bfloat16 weights and its size: see linear_bf16.cpp.
+void pack_bf16(ThreadPool& pool, const uint16_t* rows, int64_t outputs, int64_t inputs, uint8_t* target);
+int64_t bf16_bytes(int64_t outputs, int64_t inputs);
 
 }  // namespace cs

@@ -1,4 +1,4 @@
-// The vector operations that attention is written in, once for each instruction set.
+// The vector operations that attention and bfloat16 products are written in, once for each instruction set.
 //
 // Operands of multiply() are 32-bit words: two bfloat16 numbers where the CPU multiplies those in pairs, else one
 // float32. `kPack` numbers make a word. Nothing here knows what is multiplied.
@@ -50,6 +50,12 @@ inline Vec multiply(Vec sum, Vec word, Vec b) {
 #endif
 }
 
+// The two bfloat16 numbers of each 32-bit word.
+inline Vec first_of_words(Vec words) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_castps_si512(words), 16)); }
+inline Vec second_of_words(Vec words) {
+  return _mm512_castsi512_ps(_mm512_and_si512(_mm512_castps_si512(words), _mm512_set1_epi32(int(0xffff0000))));
+}
+
 // 32 numbers as words: 16 or 32 of them.
 inline void store_words(float* p, Vec a, Vec b) {
 #if defined(__AVX512BF16__)
@@ -71,8 +77,8 @@ inline void turn_rows(const uint16_t* const* rows, int64_t dim, float* words, in
       if constexpr (kPack == 2) {
         store(target, _mm512_castsi512_ps(r[i]));
       } else {
-        store(target, _mm512_castsi512_ps(_mm512_slli_epi32(r[i], 16)));
-        store(target + stride, _mm512_castsi512_ps(_mm512_and_si512(r[i], _mm512_set1_epi32(int(0xffff0000)))));
+        store(target, first_of_words(_mm512_castsi512_ps(r[i])));
+        store(target + stride, second_of_words(_mm512_castsi512_ps(r[i])));
       }
     }
   }
@@ -157,6 +163,11 @@ inline Vec keep(Vec v, int64_t first, int64_t end, float otherwise) {
   };
   const __m256i kept = _mm256_andnot_si256(from(end), from(first));
   return _mm256_blendv_ps(_mm256_set1_ps(otherwise), v, _mm256_castsi256_ps(kept));
+}
+
+inline Vec first_of_words(Vec words) { return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_castps_si256(words), 16)); }
+inline Vec second_of_words(Vec words) {
+  return _mm256_castsi256_ps(_mm256_and_si256(_mm256_castps_si256(words), _mm256_set1_epi32(int(0xffff0000))));
 }
 
 inline void store_words(float* p, Vec a, Vec b) {
