@@ -24,10 +24,11 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         path: prepared model folder (Hugging Face layout, see `chatserve.model.store`).
         name: the name clients use.
         revision: identity of weights and tokenizer; part of every cache scope.
-        dtype: of weights and KV cache; ``auto`` is bfloat16 where that is fast, else float32.
+        dtype: of weights and KV cache; ``auto`` is bfloat16 where that is fast, else float32. Compiled CPU kernels take
+            bfloat16 only.
         max_model_len: tokens of prompt and output; ``None`` takes the model's own limit.
-        quantization: format in which compiled CPU kernels multiply weights. ``auto`` uses the blocks that the model
-            was published with, if any; ``none`` multiplies in ``dtype``.
+        quantization: format in which compiled CPU kernels hold weights. ``auto`` uses the blocks that the model was
+            published with, if any, else bfloat16; ``none`` is bfloat16.
     """
 
     path: str = ""
@@ -89,7 +90,7 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         kernels: ``auto`` compiles CPU kernels once and uses them, and torch where that fails; ``torch`` never does.
         deterministic: what a sequence gets does not depend on what else is in the batch, nor on how its prompt was cut
             into chunks: no choice of kernels by row count, no splitting of long pasts, no shared-prefix attention.
-            Needs compiled kernels and quantised weights.
+            Needs compiled kernels, and thus a dtype of bfloat16 or auto.
         executor: ``torch``, or ``package.module:factory`` for a test double; a factory takes this config
             and returns ``(Executor, EngineInfo)``.
     """

@@ -149,7 +149,7 @@ SETTINGS = (
     Setting(
         "engine.model.quantization",
         "--quantization",
-        "auto (the blocks a GGUF file stores), none, q4_1 or q8_0: how CPU kernels hold the weights.",
+        "auto (the blocks a GGUF file stores), none (bfloat16), q4_1 or q8_0: how CPU kernels hold the weights.",
     ),
     Setting("engine.kernels", "--kernels", "auto (compiled once, on this machine) or torch."),
     Setting(

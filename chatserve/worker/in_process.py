@@ -84,7 +84,7 @@ def load(config: EngineConfig) -> tuple[InProcessExecutor, EngineInfo]:
     end_tokens = eos_token_ids(folder)
     if config.deterministic and not model.is_native:
         raise ConfigError(
-            "deterministic needs compiled CPU kernels and quantised weights: see kernels and quantization.",
+            "deterministic needs compiled CPU kernels and dtype bfloat16 or auto: see kernels and dtype.",
             param="deterministic",
         )
     runner = ModelRunner(
@@ -118,7 +118,7 @@ def load(config: EngineConfig) -> tuple[InProcessExecutor, EngineInfo]:
         eos_token_ids=end_tokens,
         num_host_blocks=num_host_blocks,
         prefill_tokens_per_second=speed,
-        kernels=_kernels_in_use(backend, model),
+        kernels=_kernels_in_use(backend, model, dtype),
     )
     return InProcessExecutor(runner, speed), info
 
@@ -160,9 +160,11 @@ def _backend(config: EngineConfig, threads: int) -> Backend:
     return TorchBackend() if library is None else NativeBackend(library)
 
 
-def _kernels_in_use(backend: Backend, model: Transformer) -> str:
-    """What runs, for people: the backend's name, and whose projections where that is torch's."""
-    return backend.name if model.is_native or backend.name == "torch" else f"{backend.name} attention, torch linears"
+def _kernels_in_use(backend: Backend, model: Transformer, dtype: torch.dtype) -> str:
+    """What runs, for people: the backend's name, unless less of it is used than that would say."""
+    if model.is_native or not isinstance(backend, NativeBackend):
+        return backend.name
+    return f"{backend.name} attention, torch linears" if dtype == torch.bfloat16 else "torch"
 
 
 def _notice(line: str) -> None:
@@ -171,11 +173,16 @@ def _notice(line: str) -> None:
 
 
 def _dtype(config: EngineConfig, backend: Backend, folder: Path) -> torch.dtype:
-    if config.model.dtype == "auto":
-        # Quantised kernels only store keys and values in bfloat16; they do not compute in it.
-        quantised = isinstance(backend, NativeBackend) and is_quantised(folder, config.model.quantization)
-        return torch.bfloat16 if quantised or machine.bfloat16_is_fast() else torch.float32
-    return _DTYPES[config.model.dtype]
+    if config.model.dtype != "auto":
+        return _DTYPES[config.model.dtype]
+    if machine.bfloat16_is_fast():
+        return torch.bfloat16
+    # Compiled kernels only store weights, keys and values in bfloat16; without instructions for it they compute in
+    # float32, from half the bytes that torch would read. Plain C++ is too slow for that to be worth it.
+    native = isinstance(backend, NativeBackend) and (
+        backend.library.isa != "portable" or config.deterministic or is_quantised(folder, config.model.quantization)
+    )
+    return torch.bfloat16 if native else torch.float32
 
 
 def _num_blocks(config: EngineConfig, kv_bytes_per_token: int, blocks_per_sequence: int) -> int:

@@ -6,12 +6,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
+from chatserve_kernels.cpu.build import supported_isas
 
 from chatserve.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from chatserve.errors import ConfigError, ModelLoadError
 from chatserve.worker import machine
 from chatserve.worker.in_process import eos_token_ids, load
+from tests.kernels.native import compiler
 from tests.model.tiny import SIZES, edit_config, write_model
 from tests.worker.driver import Plan, Run, sequence
 
@@ -68,11 +71,48 @@ def test_settings_the_model_cannot_satisfy_are_refused(folder: Path) -> None:
 
 
 def test_dtype_follows_the_machine(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """``auto`` takes bfloat16 only where the CPU multiplies it natively."""
-    for fast, name in ((True, "bfloat16"), (False, "float32")):
+    """``auto`` takes bfloat16 where the CPU multiplies it natively, or kernels in vectors read half the bytes; torch
+    alone and plain C++ would be slower for it, but the invariant mode has no other."""
+    compiler()
+    auto = EngineConfig(model=ModelConfig(path=str(folder)), cache=CacheConfig(num_blocks=4), threads=1)
+    cases = [
+        (True, "torch", False, "bfloat16"),
+        (False, "torch", False, "float32"),
+        (False, "portable", False, "float32"),
+        (False, "portable", True, "bfloat16"),
+        *((False, isa, False, "bfloat16") for isa in supported_isas()[:-1]),
+    ]
+    for fast, isa, deterministic, name in cases:
         monkeypatch.setattr(machine, "bfloat16_is_fast", lambda fast=fast: fast)
-        auto = EngineConfig(model=ModelConfig(path=str(folder)), cache=CacheConfig(num_blocks=4), threads=1)
-        assert load(auto)[1].dtype == name
+        kernels = "auto"
+        if isa == "torch":
+            kernels = "torch"
+        else:
+            monkeypatch.setenv("CHATSERVE_CPU_ISA", isa)
+        configured = msgspec.structs.replace(auto, kernels=kernels, deterministic=deterministic)
+        assert load(configured)[1].dtype == name, (fast, isa, deterministic)
+
+
+def test_the_invariant_mode_needs_the_compiled_kernels(folder: Path) -> None:
+    """Any model that they run will do; what torch multiplies depends on the rows beside it, and is refused."""
+    compiler()
+    auto = EngineConfig(model=ModelConfig(path=str(folder)), cache=CacheConfig(num_blocks=4), threads=1)
+    wanted = msgspec.structs.replace(auto, deterministic=True)
+    assert load(wanted)[1].kernels.startswith("native-")
+    for refused in (
+        msgspec.structs.replace(wanted, kernels="torch"),
+        msgspec.structs.replace(wanted, model=ModelConfig(path=str(folder), dtype="float32")),
+    ):
+        with pytest.raises(ConfigError, match="deterministic needs compiled CPU kernels"):
+            load(refused)
+
+
+def test_the_ready_line_says_what_runs(folder: Path) -> None:
+    """The kernels are named where they run; float32 runs on torch wholly."""
+    compiler()
+    assert load(config(folder))[1].kernels == "torch"
+    auto = EngineConfig(model=ModelConfig(path=str(folder), dtype="bfloat16"), cache=CacheConfig(num_blocks=4))
+    assert load(auto)[1].kernels == f"native-{supported_isas()[0]}"
 
 
 def test_end_tokens_from_either_file(folder: Path, tmp_path: Path) -> None:
