@@ -15,7 +15,7 @@ from typing import ClassVar
 
 from chatserve_kernels.cpu.build import BuildError
 
-ABI_VERSION = 3
+ABI_VERSION = 4
 
 
 class LinearStruct(Structure):
@@ -25,8 +25,7 @@ class LinearStruct(Structure):
         ("kind", c_int64),
         ("outputs", c_int64),
         ("inputs", c_int64),
-        ("dots", c_void_p),
-        ("tiles", c_void_p),
+        ("units", c_void_p),
         ("bias", c_void_p),
     ]
 
@@ -113,7 +112,7 @@ class DrawsStruct(Structure):
 
 
 _STATUS_FUNCTIONS: dict[str, list[type]] = {
-    "cs_pack": [c_void_p, c_int64, c_void_p, c_int64, c_int64, c_void_p, c_void_p],
+    "cs_pack": [c_void_p, c_int64, c_void_p, c_int64, c_int64, c_void_p],
     "cs_project": [
         *(c_void_p, POINTER(LinearStruct), c_void_p, c_int64, c_void_p, c_double, c_int, c_void_p, c_int64),
     ],
@@ -155,9 +154,8 @@ class Library:
         functions.cs_create.restype = c_void_p
         functions.cs_destroy.argtypes = [c_void_p]
         functions.cs_has_tiles.argtypes = [c_void_p]
-        for name in ("cs_dots_bytes", "cs_tiles_bytes"):
-            getattr(functions, name).argtypes = [c_int64, c_int64, c_int64]
-            getattr(functions, name).restype = c_int64
+        functions.cs_packed_bytes.argtypes = [c_int64, c_int64, c_int64]
+        functions.cs_packed_bytes.restype = c_int64
         self._context = functions.cs_create(threads, int(deterministic))
         if not self._context:
             raise BuildError("the kernels' compute threads could not be started")
@@ -187,13 +185,9 @@ class Library:
     def share_threshold(self, tokens: int) -> None:
         self._functions.cs_set_share_threshold(tokens)
 
-    def dots_bytes(self, kind: int, outputs: int, inputs: int) -> int:
-        """Size of a matrix laid out for dot products."""
-        return int(self._functions.cs_dots_bytes(kind, outputs, inputs))
-
-    def tiles_bytes(self, kind: int, outputs: int, inputs: int) -> int:
-        """Size of a matrix laid out for tiles."""
-        return int(self._functions.cs_tiles_bytes(kind, outputs, inputs))
+    def packed_bytes(self, kind: int, outputs: int, inputs: int) -> int:
+        """Size of a matrix in the kernels' layout."""
+        return int(self._functions.cs_packed_bytes(kind, outputs, inputs))
 
     def call(self, name: str, *arguments: object) -> None:
         """Run one of the functions that take the context and answer with a status.

@@ -82,12 +82,10 @@ class PackedLinear:
             dtype, row_size = torch.uint8, inputs // BLOCK * BLOCK_BYTES[matrix.kind]
         if not rows.is_contiguous() or rows.dtype != dtype or tuple(rows.shape) != (outputs, row_size):
             raise ValueError(f"{matrix.kind} rows must be contiguous {dtype} [{outputs}, {row_size}]")
-        dots = arena.take(library.dots_bytes(kind, outputs, inputs))
-        tiles_bytes = library.tiles_bytes(kind, outputs, inputs) if library.has_tiles else 0
-        tiles = arena.take(tiles_bytes) if tiles_bytes else None
-        library.call("cs_pack", kind, rows.data_ptr(), outputs, inputs, dots, tiles)
+        units = arena.take(library.packed_bytes(kind, outputs, inputs))
+        library.call("cs_pack", kind, rows.data_ptr(), outputs, inputs, units)
         self._keep = (arena, bias)
-        self.struct = LinearStruct(kind, outputs, inputs, dots, tiles, None if bias is None else bias.data_ptr())
+        self.struct = LinearStruct(kind, outputs, inputs, units, None if bias is None else bias.data_ptr())
 
 
 class Arena:
@@ -116,8 +114,7 @@ class Arena:
     @staticmethod
     def size_of(library: Library, kind: str, outputs: int, inputs: int) -> int:
         """Bytes that one `PackedLinear` takes."""
-        size = _aligned(library.dots_bytes(KINDS[kind], outputs, inputs))
-        return size + (_aligned(library.tiles_bytes(KINDS[kind], outputs, inputs)) if library.has_tiles else 0)
+        return _aligned(library.packed_bytes(KINDS[kind], outputs, inputs))
 
 
 def _aligned(num_bytes: int) -> int:

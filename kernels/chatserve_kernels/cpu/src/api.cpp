@@ -27,7 +27,7 @@ int guarded(const F& body) {
 
 extern "C" {
 
-CS_EXPORT int cs_abi_version() { return 3; }
+CS_EXPORT int cs_abi_version() { return 4; }
 
 CS_EXPORT Context* cs_create(int threads, int fixed) {
 #if defined(CS_AMX)
@@ -52,14 +52,12 @@ CS_EXPORT void cs_set_tile_threshold(int rows) { cs::set_tile_threshold(rows); }
 CS_EXPORT int cs_share_threshold() { return cs::share_threshold(); }
 CS_EXPORT void cs_set_share_threshold(int tokens) { cs::set_share_threshold(tokens); }
 
-CS_EXPORT int64_t cs_dots_bytes(int64_t kind, int64_t outputs, int64_t inputs) { return cs::dots_bytes(kind, outputs, inputs); }
-CS_EXPORT int64_t cs_tiles_bytes(int64_t kind, int64_t outputs, int64_t inputs) {
-  return cs::tiles_bytes(kind, outputs, inputs);
+CS_EXPORT int64_t cs_packed_bytes(int64_t kind, int64_t outputs, int64_t inputs) {
+  return cs::packed_bytes(kind, outputs, inputs);
 }
 
-CS_EXPORT int cs_pack(Context* context, int64_t kind, const uint8_t* blocks, int64_t outputs, int64_t inputs, uint8_t* dots,
-            uint8_t* tiles) {
-  return guarded([&] { cs::pack(context->pool, kind, blocks, outputs, inputs, dots, tiles); });
+CS_EXPORT int cs_pack(Context* context, int64_t kind, const uint8_t* blocks, int64_t outputs, int64_t inputs, uint8_t* units) {
+  return guarded([&] { cs::pack(context->pool, kind, blocks, outputs, inputs, units); });
 }
 
 CS_EXPORT int cs_project(Context* context, const cs::Linear* linear, const float* x, int64_t rows, const float* norm, double eps,

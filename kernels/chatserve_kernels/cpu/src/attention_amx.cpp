@@ -8,12 +8,6 @@ namespace cs {
 
 namespace {
 
-inline __m512i interleave(__m512i low_then_high) {
-  alignas(64) static const uint16_t order[32] = {0,  16, 1,  17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
-                                                 8,  24, 9,  25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
-  return _mm512_permutexvar_epi16(_mm512_load_si512(order), low_then_high);
-}
-
 // Everything is transposed: a tile's 16 columns are query rows, so that maxima, sums and rescaling are plain vectors.
 //   scores[32 positions][16 rows] = K[32][D] · Qᵀ[D][16];  out[D][16] += Vᵀ[D][32] · P[32][16]
 void attend_many(const Call& call, const Task& task) {

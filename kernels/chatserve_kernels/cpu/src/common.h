@@ -120,6 +120,13 @@ inline __m512 exp2_ps(__m512 x) {
   return _mm512_scalef_ps(p, whole);
 }
 
+// 16-bit values 0…15 and 16…31 in turn.
+inline __m512i interleave(__m512i low_then_high) {
+  alignas(64) static const uint16_t order[32] = {0,  16, 1,  17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
+                                                 8,  24, 9,  25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
+  return _mm512_permutexvar_epi16(_mm512_load_si512(order), low_then_high);
+}
+
 // Rows become columns: 16 vectors of 16 32-bit lanes.
 inline void transpose_16x16(__m512i r[16]) {
   __m512i t[16];

@@ -52,6 +52,10 @@ void write_cache(ThreadPool& pool, const Paged& paged, int64_t layer, int64_t nu
              [&](int64_t t) { write_token(paged, layer, slot_mapping[t], key_value + t * stride); });
 }
 
+bool Context::tiled(const Linear& linear, int rows) const {
+  return amx && linear.kind != kBF16 && rows > tile_threshold() * (linear.four_bit() ? 1 : 2);
+}
+
 void Context::project(const Linear& linear, const float* x, int64_t x_stride, int64_t rows, const float* norm,
                       float eps, Epilogue epilogue, float* out, int64_t out_stride) {
   for (int64_t row = 0; row < rows; row += kRowsAtOnce) {
@@ -61,9 +65,7 @@ void Context::project(const Linear& linear, const float* x, int64_t x_stride, in
                    out + row * out_stride, out_stride);
       continue;
     }
-    const int64_t threshold = int64_t(tile_threshold()) * (linear.four_bit() ? 1 : 2);
-    const bool tiled = amx && linear.tiles != nullptr && count > threshold;
-    prepare(pool, activation_, tiled, x + row * x_stride, x_stride, count, linear.inputs, norm, eps);
+    prepare(pool, activation_, tiled(linear, count), x + row * x_stride, x_stride, count, linear.inputs, norm, eps);
     multiply(pool, linear, activation_, epilogue, out + row * out_stride, out_stride);
   }
 }
@@ -104,8 +106,14 @@ void Context::forward(const Network& net, const Step& step, float* hidden) {
            query_size);
     project(layer.output, attended, query_size, tokens, nullptr, eps, Epilogue::kAdd, hidden, net.hidden);
     for (int64_t row = 0; row < tokens; row += kRowsAtOnce) {
-      const int64_t count = std::min(kRowsAtOnce, tokens - row);
+      const int count = int(std::min(kRowsAtOnce, tokens - row));
       float* x = hidden + row * net.hidden;
+      if (tiled(layer.gate_up, count) && tiled(layer.down, count) && layer.gate_up.bias == nullptr) {
+        prepare(pool, activation_, true, x, net.hidden, count, net.hidden, layer.post_norm, eps);
+        multiply_gated(pool, layer.gate_up, activation_, gated_);
+        multiply(pool, layer.down, gated_, Epilogue::kAdd, x, net.hidden);
+        continue;
+      }
       project(layer.gate_up, x, net.hidden, count, layer.post_norm, eps, Epilogue::kSiluMul, inner, net.inner);
       project(layer.down, inner, net.inner, count, nullptr, eps, Epilogue::kAdd, x, net.hidden);
     }

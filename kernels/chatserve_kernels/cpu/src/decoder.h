@@ -58,7 +58,10 @@ class Context {
   const bool tiles, amx, fixed;
 
  private:
-  Activation activation_;
+  // Whether so many rows are multiplied in tiles.
+  bool tiled(const Linear& linear, int rows) const;
+
+  Activation activation_, gated_;
   Buffer<float> qkv_, attended_, inner_, records_;
 };
 

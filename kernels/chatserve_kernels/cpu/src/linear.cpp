@@ -7,7 +7,7 @@ namespace cs {
 
 namespace {
 
-int g_tile_threshold = 8;
+int g_tile_threshold = 12;
 
 int64_t padded_outputs(int64_t outputs) { return (outputs + 31) / 32 * 32; }
 
@@ -35,7 +35,7 @@ Block read_block(int64_t kind, const uint8_t* bytes) {
   return block;
 }
 
-void put_dots(int64_t kind, const Block& block, int lane, uint8_t* unit) {
+void put_block(int64_t kind, const Block& block, int lane, uint8_t* unit) {
   if (kind == kQ8_0) {
     for (int i = 0; i < kGroup; ++i) unit[i / 4 * 64 + lane * 4 + i % 4] = block.q[i];
     std::memcpy(unit + 512 + 2 * lane, &block.scale, 2);
@@ -48,18 +48,34 @@ void put_dots(int64_t kind, const Block& block, int lane, uint8_t* unit) {
   std::memcpy(unit + 288 + 2 * lane, &block.minimum, 2);
 }
 
-void put_tiles(int64_t kind, const Block& block, int lane, int half, uint8_t* unit) {
-  if (kind == kQ8_0) {
-    for (int i = 0; i < 16; ++i) {
-      unit[lane * 64 + half * 16 + i] = uint8_t(block.q[i] - 128);
-      unit[lane * 64 + 32 + half * 16 + i] = uint8_t(block.q[16 + i] - 128);
+// Memory for packed rows.
+void reserve_tiles(Activation& a, int rows, int64_t inputs) {
+  a.rows = rows;
+  a.groups = int(inputs / kGroup);
+  a.tiled = true;
+  a.packed.reserve(size_t(a.row_tiles()) * size_t(a.groups) * 512);
+  if (rows <= kFewRows) a.packed_sum.reserve(size_t(a.groups) * 16);
+}
+
+// body(pair) for every pair of weight tiles, in chunks large enough to be worth a claim and small enough that nobody
+// waits long for the last one.
+template <class F>
+void for_pairs(ThreadPool& pool, const Linear& linear, const Activation& a, const F& body) {
+  const int pairs = linear.pairs();
+  const int step = std::clamp(pairs / (pool.size() * 6), 1, 16);
+  pool.run((pairs + step - 1) / step, [&](int chunk) {
+    const int end = std::min(pairs, (chunk + 1) * step);
+    const auto run = [&] {
+      for (int pair = chunk * step; pair < end; ++pair) body(pair);
+    };
+#if defined(CS_AMX)
+    if (a.tiled) {
+      const TileScope scope(scales_sums(linear, a) ? std::min(16, a.rows) : 16);
+      return run();
     }
-    std::memcpy(unit + 1024 + half * 32 + 2 * lane, &block.scale, 2);
-    return;
-  }
-  for (int i = 0; i < 16; ++i) unit[lane * 32 + half * 16 + i] = uint8_t(block.q[i] | block.q[i + 16] << 4);
-  std::memcpy(unit + 512 + half * 32 + 2 * lane, &block.scale, 2);
-  std::memcpy(unit + 576 + half * 32 + 2 * lane, &block.minimum, 2);
+#endif
+    run();
+  });
 }
 
 }  // namespace
@@ -67,45 +83,31 @@ void put_tiles(int64_t kind, const Block& block, int lane, int half, uint8_t* un
 int tile_threshold() { return g_tile_threshold; }
 void set_tile_threshold(int rows) { g_tile_threshold = rows; }
 
-int64_t dots_bytes(int64_t kind, int64_t outputs, int64_t inputs) {
+int64_t packed_bytes(int64_t kind, int64_t outputs, int64_t inputs) {
   if (kind == kBF16) return bf16_bytes(outputs, inputs);
-  return padded_outputs(outputs) / kLanes * (inputs / kGroup) * dots_unit(kind);
+  return padded_outputs(outputs) / kLanes * (inputs / kGroup) * unit_bytes(kind);
 }
 
-int64_t tiles_bytes(int64_t kind, int64_t outputs, int64_t inputs) {
-  return kind == kBF16 ? 0 : padded_outputs(outputs) / kLanes * group_pairs(inputs) * tiles_unit(kind);
-}
-
-void pack(ThreadPool& pool, int64_t kind, const uint8_t* blocks, int64_t outputs, int64_t inputs, uint8_t* dots,
-          uint8_t* tiles) {
-  if (kind == kBF16) return pack_bf16(pool, reinterpret_cast<const uint16_t*>(blocks), outputs, inputs, dots);
-  const int64_t groups = inputs / kGroup, units = group_pairs(inputs);
+void pack(ThreadPool& pool, int64_t kind, const uint8_t* blocks, int64_t outputs, int64_t inputs, uint8_t* units) {
+  if (kind == kBF16) return pack_bf16(pool, reinterpret_cast<const uint16_t*>(blocks), outputs, inputs, units);
+  const int64_t groups = inputs / kGroup, bytes = unit_bytes(kind);
   pool.run(int(padded_outputs(outputs) / kLanes), [&](int tile) {
-    uint8_t* dot_row = dots + tile * groups * dots_unit(kind);
-    uint8_t* tile_row = tiles == nullptr ? nullptr : tiles + tile * units * tiles_unit(kind);
-    std::memset(dot_row, 0, size_t(groups * dots_unit(kind)));
-    if (tile_row != nullptr) std::memset(tile_row, 0, size_t(units * tiles_unit(kind)));
+    uint8_t* target = units + tile * groups * bytes;
+    std::memset(target, 0, size_t(groups * bytes));
     for (int lane = 0; lane < kLanes && tile * kLanes + lane < outputs; ++lane) {
       const uint8_t* row = blocks + (int64_t(tile) * kLanes + lane) * groups * block_bytes(kind);
-      for (int64_t g = 0; g < groups; ++g) {
-        const Block block = read_block(kind, row + g * block_bytes(kind));
-        put_dots(kind, block, lane, dot_row + g * dots_unit(kind));
-        if (tile_row != nullptr) put_tiles(kind, block, lane, int(g % 2), tile_row + g / 2 * tiles_unit(kind));
-      }
+      for (int64_t g = 0; g < groups; ++g)
+        put_block(kind, read_block(kind, row + g * block_bytes(kind)), lane, target + g * bytes);
     }
   });
 }
 
 void prepare(ThreadPool& pool, Activation& a, bool tiled, const float* x, int64_t stride, int rows, int64_t inputs,
              const float* norm_weight, float eps) {
-  a.rows = rows;
-  a.groups = int(inputs / kGroup);
-  a.tiled = tiled;
 #if defined(CS_AMX)
   if (tiled) {
-    const int row_tiles = (rows + 15) / 16;
-    a.packed.reserve(size_t(row_tiles) * size_t(group_pairs(inputs)) * 1024);
-    pool.run(row_tiles, [&](int tile) {
+    reserve_tiles(a, rows, inputs);
+    pool.run((rows + 15) / 16, [&](int tile) {
       const int count = std::min(16, rows - tile * 16);
       const float* begin = x + int64_t(tile) * 16 * stride;
       float factor[16];
@@ -113,9 +115,13 @@ void prepare(ThreadPool& pool, Activation& a, bool tiled, const float* x, int64_
         factor[r] = norm_weight == nullptr ? 1.0f : norm_factor(begin + r * stride, inputs, eps);
       pack_rows(a, tile, begin, stride, count, inputs, norm_weight, factor);
     });
+    if (rows <= kFewRows) sum_groups(a);
     return;
   }
 #endif
+  a.rows = rows;
+  a.groups = int(inputs / kGroup);
+  a.tiled = false;
   a.values.reserve(size_t(rows) * size_t(inputs));
   a.scale.reserve(size_t(rows) * size_t(a.groups));
   a.scaled_sum.reserve(size_t(rows) * size_t(a.groups));
@@ -134,20 +140,15 @@ void prepare(ThreadPool& pool, Activation& a, bool tiled, const float* x, int64_
 void multiply(ThreadPool& pool, const Linear& linear, const Activation& activation, Epilogue epilogue, float* out,
               int64_t stride) {
   const Job job{linear, activation, epilogue, out, stride};
-  // Chunks large enough to be worth a claim, small enough that nobody waits long for the last one.
-  const int pairs = linear.pairs();
-  const int step = std::clamp(pairs / (pool.size() * 6), 1, 16);
-  pool.run((pairs + step - 1) / step, [&](int chunk) {
-    const int end = std::min(pairs, (chunk + 1) * step);
-#if defined(CS_AMX)
-    if (activation.tiled) {
-      const TileScope scope;
-      for (int pair = chunk * step; pair < end; ++pair) tile_pair(job, pair);
-      return;
-    }
-#endif
-    for (int pair = chunk * step; pair < end; ++pair) dot_pair(job, pair);
-  });
+  for_pairs(pool, linear, activation, [&](int pair) { activation.tiled ? tile_pair(job, pair) : dot_pair(job, pair); });
+}
+
+void multiply_gated(ThreadPool& pool, const Linear& linear, const Activation& activation, Activation& gated) {
+  const int64_t inputs = linear.outputs / 2;
+  reserve_tiles(gated, activation.rows, inputs);
+  const Job job{linear, activation, Epilogue::kSiluMul, nullptr, 0};
+  for_pairs(pool, linear, activation, [&](int pair) { tile_pair_gated(job, pair, gated); });
+  if (gated.rows <= kFewRows) sum_groups(gated);
 }
 
 }  // namespace cs

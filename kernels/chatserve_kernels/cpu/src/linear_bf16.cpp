@@ -130,7 +130,7 @@ void multiply_up_to(const Job& job, int pair, int row) {
     if (job.activation.rows - row < R) return multiply_up_to<R - 1>(job, pair, row);
   alignas(64) float y[2][R][kLanes];
   const int units = job.activation.groups;
-  const uint8_t* first = job.linear.bf16_units() + int64_t(pair) * 2 * units * kUnit;
+  const uint8_t* first = job.linear.units + int64_t(pair) * 2 * units * kUnit;
   multiply_rows<R>(first, first + units * kUnit, row_of(job.activation, row), units, y);
   for (int r = 0; r < R; ++r) job.finish(pair, row + r, y[0][r], y[1][r]);
 }
@@ -147,7 +147,7 @@ constexpr int64_t kRowBytes = 512 << 10, kWeightBytes = 1024 << 10;
 // Rows [begin, end), 32 at a time. What lies beyond the last row is multiplied too, and dropped.
 void multiply_in_tiles(const Job& job, int pair, int begin, int end) {
   const int units = job.activation.groups;
-  const uint8_t* first = job.linear.bf16_units() + int64_t(pair) * 2 * units * kUnit;
+  const uint8_t* first = job.linear.units + int64_t(pair) * 2 * units * kUnit;
   const uint8_t* second = first + units * kUnit;
   alignas(64) float c[4][kLanes * kLanes];
   for (int row0 = begin; row0 < end; row0 += 2 * kLanes) {

@@ -25,9 +25,9 @@ void dot_tile(const uint8_t* unit, const Activation& a, int row0, float (*y)[kLa
   const __m512i nibble = _mm512_set1_epi8(15);
   __m512 total[R];
   for (int r = 0; r < R; ++r) total[r] = _mm512_setzero_ps();
-  for (int g = 0; g < groups; ++g, unit += dots_unit(kFourBit ? kQ4_1 : kQ8_0), x += kGroup) {
+  for (int g = 0; g < groups; ++g, unit += unit_bytes(kFourBit ? kQ4_1 : kQ8_0), x += kGroup) {
     // Beyond what the hardware prefetchers run ahead: a tile is a stream of its own.
-    for (int64_t line = 0; line < dots_unit(kFourBit ? kQ4_1 : kQ8_0); line += 64)
+    for (int64_t line = 0; line < unit_bytes(kFourBit ? kQ4_1 : kQ8_0); line += 64)
       _mm_prefetch(reinterpret_cast<const char*>(unit + kPrefetch + line), _MM_HINT_T0);
     __m512i sum[R];
     for (int r = 0; r < R; ++r)
@@ -77,7 +77,7 @@ void dot_tile(const uint8_t* unit, const Activation& a, int row0, float (*y)[kLa
     std::memcpy(&word, bytes, 4);
     return _mm256_set1_epi32(word);
   };
-  for (int g = 0; g < groups; ++g, unit += dots_unit(kFourBit ? kQ4_1 : kQ8_0), x += kGroup) {
+  for (int g = 0; g < groups; ++g, unit += unit_bytes(kFourBit ? kQ4_1 : kQ8_0), x += kGroup) {
     const uint8_t* tail = unit + (kFourBit ? 256 : 512);
     for (int half = 0; half < 2; ++half) {
       __m256i sum[R];
@@ -131,7 +131,7 @@ void dot_tile(const uint8_t* unit, const Activation& a, int row0, float (*y)[kLa
   const int groups = a.groups;
   const int64_t inputs = int64_t(groups) * kGroup;
   std::memset(y, 0, sizeof(float) * R * kLanes);
-  for (int g = 0; g < groups; ++g, unit += dots_unit(kFourBit ? kQ4_1 : kQ8_0)) {
+  for (int g = 0; g < groups; ++g, unit += unit_bytes(kFourBit ? kQ4_1 : kQ8_0)) {
     const uint8_t* tail = unit + (kFourBit ? 256 : 512);
     for (int r = 0; r < R; ++r) {
       const int8_t* x = a.values.data() + (row0 + r) * inputs + g * kGroup;
@@ -156,8 +156,8 @@ template <int R>
 void dot_rows(const Job& job, int pair, int row0) {
   alignas(64) float y[2][R][kLanes];
   const int groups = job.linear.groups();
-  const uint8_t* unit = job.linear.dots + int64_t(pair) * 2 * groups * dots_unit(job.linear.kind);
-  for (int t = 0; t < 2; ++t, unit += int64_t(groups) * dots_unit(job.linear.kind)) {
+  const uint8_t* unit = job.linear.units + int64_t(pair) * 2 * groups * unit_bytes(job.linear.kind);
+  for (int t = 0; t < 2; ++t, unit += int64_t(groups) * unit_bytes(job.linear.kind)) {
     if (job.linear.four_bit()) dot_tile<R, true>(unit, job.activation, row0, y[t]);
     else dot_tile<R, false>(unit, job.activation, row0, y[t]);
   }
