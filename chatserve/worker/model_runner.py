@@ -106,7 +106,7 @@ class ModelRunner:
         hidden = self._model.forward(token_ids, torch.from_numpy(positions), attention)
 
         # A sum is finite exactly where all its terms are; every token of a row counts, not only the last. By numpy:
-        # waking torch's threads, while the kernels' own still spin, costs more than such a sum.
+        # waking torch's threads, while the kernels' own still spin, costs more than such a sum or a few copied rows.
         token_finite = np.isfinite(hidden.float().numpy().sum(-1))
         starts: _Int64 = metadata.query_start_loc.numpy()
         finite = np.logical_and.reduceat(token_finite, starts[:-1])
@@ -117,7 +117,7 @@ class ModelRunner:
         tokens, logprobs = b"", None
         if len(sources):
             rows = [self._sampled_row(row) for row in _int32(plan.sample_rows)]
-            logits = self._model.logits(hidden[torch.from_numpy(starts[sources + 1] - 1)])
+            logits = self._model.logits(_rows(hidden, starts[sources + 1] - 1))
             samples = sample(logits, rows, self._backend)
             for row, token in zip(rows, samples.tokens.tolist(), strict=True):
                 row.append(token)
@@ -157,6 +157,13 @@ class ModelRunner:
 
 def _shared_runs(runs: PlannedRuns) -> SharedRuns:
     return SharedRuns(*(torch.from_numpy(_int64(part)) for part in (runs.blocks, runs.starts, runs.members)))
+
+
+def _rows(hidden: Tensor, rows: _Int64) -> Tensor:
+    """Copies of some rows of [T, hidden_size], by numpy where it knows the dtype."""
+    if hidden.dtype == torch.bfloat16:
+        return hidden[torch.from_numpy(rows)]
+    return torch.from_numpy(hidden.numpy()[rows])
 
 
 def _lazily_zeroed(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

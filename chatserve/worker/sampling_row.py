@@ -49,6 +49,7 @@ class SamplingRow:
         self._penalised = (
             params.presence_penalty != 0.0 or params.frequency_penalty != 0.0 or params.repetition_penalty != 1.0
         )
+        self._changes_always = self._penalised or bool(params.logit_bias)
         if self._penalised:
             tokens = torch.from_numpy(token_ids.astype(np.int64))
             self._seen = torch.zeros(vocab_size, dtype=torch.bool)
@@ -65,7 +66,7 @@ class SamplingRow:
     @property
     def adjusts(self) -> bool:
         """Whether `adjust` changes logits now."""
-        return self._penalised or len(self._bias_ids) > 0 or self._masks_stop_tokens
+        return self._changes_always or self._masks_stop_tokens
 
     @property
     def _masks_stop_tokens(self) -> bool:
@@ -81,7 +82,7 @@ class SamplingRow:
                 torch.where(self._seen, penalised, logits, out=logits)
             logits.sub_(self._output_counts, alpha=params.frequency_penalty)
             logits.sub_(self._output_counts.clamp(max=1.0), alpha=params.presence_penalty)
-        if len(self._bias_ids):
+        if self.params.logit_bias:
             logits.index_add_(0, self._bias_ids, self._bias)
         if self._masks_stop_tokens:
             logits.index_fill_(0, self._stop_ids, _MASKED)
