@@ -182,10 +182,14 @@ def _lazily_zeroed(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 
 def _move_blocks(source: Tensor, destination: Tensor, pairs: bytes) -> None:
-    """Copy whole blocks from one tier's tensor to the other's; ``pairs`` is int32 [k, 2]."""
+    """Copy whole blocks from one tier's tensor to the other's, one by one; ``pairs`` is int32 [k, 2].
+
+    Gathering them first would write and read everything once more.
+    """
     if pairs:
-        moves = torch.from_numpy(_int64(pairs)).view(-1, 2)
-        destination.index_copy_(0, moves[:, 1], source.index_select(0, moves[:, 0]))
+        there, here = (tier.view(torch.uint8).numpy() for tier in (source, destination))
+        for block, target in _int32(pairs).reshape(-1, 2).tolist():
+            here[target] = there[block]
 
 
 def _int32(data: bytes) -> npt.NDArray[np.int32]:

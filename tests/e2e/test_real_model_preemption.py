@@ -1,7 +1,7 @@
 """Preemption on the model we ship, in samples: whoever was swapped out or sent back says what it would have said.
 
-Swapped blocks come back bit for bit. What is computed again, or beside others, is rounded otherwise unless the engine is
-deterministic; there a token may differ where the two best were nearly equal, and nowhere else.
+Swapped blocks come back bit for bit. What is computed again, or beside others, is rounded otherwise, unless the engine
+is deterministic; there a token may differ where the two best were nearly equal, and nowhere else.
 """
 
 from __future__ import annotations
