@@ -116,14 +116,15 @@ class ModelRunner:
         sources = _int64(plan.sample_sources)
         tokens, logprobs = b"", None
         if len(sources):
-            rows = [self._sampled_row(row) for row in _int32(plan.sample_rows)]
+            rows = self._sampled_rows(_int32(plan.sample_rows).tolist())
             logits = self._model.logits(_rows(hidden, starts[sources + 1] - 1))
             samples = sample(logits, rows, self._backend)
             for row, token in zip(rows, samples.tokens.tolist(), strict=True):
                 row.append(token)
             finite[sources] &= samples.finite
             tokens, logprobs = samples.tokens.tobytes(), samples.logprobs
-        return ModelRunnerOutput(tokens=tokens, failed=tuple(np.flatnonzero(~finite).tolist()), logprobs=logprobs)
+        failed = () if finite.all() else tuple(np.flatnonzero(~finite).tolist())
+        return ModelRunnerOutput(tokens=tokens, failed=failed, logprobs=logprobs)
 
     def _describe(self, plan: SchedulerOutput, num_new: _Int64) -> tuple[_Int64, AttentionMetadata]:
         """Positions [T] and attention metadata of the step."""
@@ -148,11 +149,12 @@ class ModelRunner:
         block = slots.div(self._block_size, rounding_mode="floor")
         self.kv_cache[block, :, :, :, slots % self._block_size] = 0.0
 
-    def _sampled_row(self, row: int) -> SamplingRow:
-        state = self._sampling[row]
-        if state is None:
-            raise RuntimeError(f"The plan samples for row {row}, which holds no sequence.")
-        return state
+    def _sampled_rows(self, rows: list[int]) -> list[SamplingRow]:
+        states = [self._sampling[row] for row in rows]
+        found = [state for state in states if state is not None]
+        if len(found) < len(rows):
+            raise RuntimeError(f"The plan samples for row {rows[states.index(None)]}, which holds no sequence.")
+        return found
 
 
 def _shared_runs(runs: PlannedRuns) -> SharedRuns:

@@ -23,6 +23,9 @@ _MASKED = float(torch.finfo(torch.float32).min)
 class SamplingRow:
     """One sequence's sampling state.
 
+    Attributes:
+        adjusts: whether `adjust` changes the next logits; once false, it stays so.
+
     Args:
         params: of this one choice; ``seed`` is set.
         token_ids: int32 array of all known tokens, prompt first.
@@ -49,12 +52,12 @@ class SamplingRow:
         self._penalised = (
             params.presence_penalty != 0.0 or params.frequency_penalty != 0.0 or params.repetition_penalty != 1.0
         )
-        self._changes_always = self._penalised or bool(params.logit_bias)
         if self._penalised:
             tokens = torch.from_numpy(token_ids.astype(np.int64))
             self._seen = torch.zeros(vocab_size, dtype=torch.bool)
             self._seen[tokens] = True
             self._output_counts = torch.bincount(tokens[num_prompt_tokens:], minlength=vocab_size).float()
+        self.adjusts = self._adjusts_now()
 
     def append(self, token: int) -> None:
         """Note that ``token`` is now the sequence's last output token."""
@@ -62,11 +65,11 @@ class SamplingRow:
         if self._penalised:
             self._seen[token] = True
             self._output_counts[token] += 1
+        if self.adjusts:
+            self.adjusts = self._adjusts_now()
 
-    @property
-    def adjusts(self) -> bool:
-        """Whether `adjust` changes logits now."""
-        return self._changes_always or self._masks_stop_tokens
+    def _adjusts_now(self) -> bool:
+        return self._penalised or bool(self.params.logit_bias) or self._masks_stop_tokens
 
     @property
     def _masks_stop_tokens(self) -> bool:
