@@ -8,6 +8,7 @@ import functools
 import os
 
 import pytest
+import torch
 from chatserve_kernels.cpu import build
 from chatserve_kernels.cpu.library import Library
 from chatserve_kernels.cpu.weights import PackedLinear
@@ -50,3 +51,45 @@ def project(
 
 def relative_error(out: Tensor, expected: Tensor) -> float:
     return float((out - expected).norm() / expected.norm())
+
+
+def check_epilogues(
+    lib: Library, packed: PackedLinear, x: Tensor, norm: Tensor, value: Tensor, *, tolerance: float
+) -> None:
+    """Each epilogue and the norm give what separate operations give.
+
+    Args:
+        value: float32 [rows, 96], the projection of the normalised rows, bias included.
+        tolerance: relative error of the plain projection.
+    """
+    count = len(x)
+    residual = torch.randn(count, 96)
+    stored = project(lib, packed, x, torch.zeros(count, 96), norm=norm)
+    assert relative_error(stored, value) < tolerance
+    added = project(lib, packed, x, residual.clone(), epilogue=ADD, norm=norm)
+    assert relative_error(added, residual + value) < tolerance
+    gate, up = value.view(count, 3, 2, 16).unbind(2)
+    expected = (torch.nn.functional.silu(gate) * up).reshape(count, 48)
+    gated = project(lib, packed, x, torch.zeros(count, 48), epilogue=SILU_MUL, norm=norm)
+    assert relative_error(gated, expected) < 2 * tolerance
+
+
+def check_poison(lib: Library, packed: PackedLinear, count: int) -> None:
+    """NaN and infinity reach every output of their row [128 → 64], and leave the other rows' bits alone."""
+    x = torch.randn(count, 128)
+    healthy = project(lib, packed, x, torch.zeros(count, 64))
+    others = [row for row in range(count) if row != 1]
+    for poison in (torch.nan, torch.inf):
+        x[1, 77] = poison
+        out = project(lib, packed, x, torch.zeros(count, 64))
+        assert not torch.isfinite(out[1]).any()
+        assert torch.equal(out[others], healthy[others])
+
+
+def check_threads(lib: Library, two: PackedLinear, alone: Library, one: PackedLinear) -> None:
+    """A matrix [320, 96] gives the same bits on two threads as on one, again and again."""
+    for count in (1, 5, 40):
+        x = torch.randn(count, 96)
+        expected = project(alone, one, x, torch.zeros(count, 320))
+        for _ in range(100):
+            assert torch.equal(project(lib, two, x, torch.zeros(count, 320)), expected)

@@ -9,7 +9,7 @@ from chatserve_kernels.cpu.library import Library
 from chatserve_kernels.cpu.weights import Arena, Matrix, PackedLinear
 from torch import Tensor
 
-from tests.kernels.native import ADD, SILU_MUL, library, project, relative_error
+from tests.kernels.native import check_epilogues, check_poison, check_threads, library, project, relative_error
 
 # Without instructions for bfloat16 products activations stay float32, and nothing but the order of additions differs.
 ROUNDS = {"amx", "avx512bf16"}
@@ -55,31 +55,16 @@ def test_norm_bias_residual_and_gating_are_fused_rightly(lib: Library, count: in
     """Each epilogue and the norm give what separate operations give."""
     weight, bias = random_weight(96, inputs), torch.randn(96)
     packed, plain = pack(lib, weight, bias), pack(lib, weight)
-    x, norm, residual = torch.randn(count, inputs) * 3, torch.rand(inputs) + 0.5, torch.randn(count, 96)
+    x, norm = torch.randn(count, inputs) * 3, torch.rand(inputs) + 0.5
     y = torch.nn.functional.rms_norm(x, (inputs,), norm, 1e-5) @ weight.float().T
-    stored = project(lib, packed, x, torch.zeros(count, 96), norm=norm)
-    assert relative_error(stored, y + bias) < 0.005
-    added = project(lib, packed, x, residual.clone(), epilogue=ADD, norm=norm)
-    assert relative_error(added, residual + y + bias) < 0.005
-    for linear, value in ((packed, y + bias), (plain, y)):
-        gate, up = value.view(count, 3, 2, 16).unbind(2)
-        expected = (torch.nn.functional.silu(gate) * up).reshape(count, 48)
-        gated = project(lib, linear, x, torch.zeros(count, 48), epilogue=SILU_MUL, norm=norm)
-        assert relative_error(gated, expected) < 0.01
+    check_epilogues(lib, packed, x, norm, y + bias, tolerance=0.005)
+    check_epilogues(lib, plain, x, norm, y, tolerance=0.005)
 
 
 @pytest.mark.parametrize("count", [3, 24, 70])
 def test_a_poisoned_row_stays_poisoned_and_alone(lib: Library, count: int) -> None:
     """NaN and infinity reach every output of their row, so a broken row is noticed; other rows are bit-equal."""
-    packed = pack(lib, random_weight(64, 128))
-    x = torch.randn(count, 128)
-    healthy = project(lib, packed, x, torch.zeros(count, 64))
-    for poison in (torch.nan, torch.inf):
-        x[1, 77] = poison
-        out = project(lib, packed, x, torch.zeros(count, 64))
-        assert not torch.isfinite(out[1]).any()
-        others = [row for row in range(count) if row != 1]
-        assert torch.equal(out[others], healthy[others])
+    check_poison(lib, pack(lib, random_weight(64, 128)), count)
 
 
 def test_a_rows_bits_depend_on_no_other_row(lib: Library) -> None:
@@ -96,12 +81,7 @@ def test_threads_change_nothing(lib: Library) -> None:
     """One thread and two compute the same bits, again and again: no tile is lost, computed twice or torn."""
     weight = random_weight(320, 96)
     alone = library(lib.isa, 1)
-    one, two = pack(alone, weight), pack(lib, weight)
-    for count in (1, 5, 40):
-        x = torch.randn(count, 96)
-        expected = project(alone, one, x, torch.zeros(count, 320))
-        for _ in range(100):
-            assert torch.equal(project(lib, two, x, torch.zeros(count, 320)), expected)
+    check_threads(lib, pack(lib, weight), alone, pack(alone, weight))
 
 
 def test_rows_that_are_not_what_they_should_be_are_refused() -> None:

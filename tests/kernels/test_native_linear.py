@@ -11,7 +11,7 @@ from chatserve_kernels.cpu.library import Library
 from chatserve_kernels.cpu.weights import Arena, PackedLinear, QuantisedRows, dequantise, quantise
 from torch import Tensor
 
-from tests.kernels.native import ADD, SILU_MUL, library, project, relative_error
+from tests.kernels.native import check_epilogues, check_poison, check_threads, library, project, relative_error
 
 TILES, DOTS = 0, 1 << 30
 
@@ -72,40 +72,20 @@ def test_norm_bias_residual_and_gating_are_fused_rightly(lib: Library, count: in
     rows = random_rows("q4_1", 96, 64)
     weight, bias = dequantise(rows), torch.randn(96)
     packed, plain = pack(lib, rows, bias), pack(lib, rows)
-    x, norm, residual = torch.randn(count, 64) * 3, torch.rand(64) + 0.5, torch.randn(count, 96)
+    x, norm = torch.randn(count, 64) * 3, torch.rand(64) + 0.5
     y = torch.nn.functional.rms_norm(x, (64,), norm, 1e-5) @ weight.T
-    stored = project(lib, packed, x, torch.zeros(count, 96), norm=norm)
-    assert relative_error(stored, y + bias) < 0.015
-    added = project(lib, packed, x, residual.clone(), epilogue=ADD, norm=norm)
-    assert relative_error(added, residual + y + bias) < 0.015
-    for linear, value in ((packed, y + bias), (plain, y)):
-        gate, up = value.view(count, 3, 2, 16).unbind(2)
-        expected = (torch.nn.functional.silu(gate) * up).reshape(count, 48)
-        gated = project(lib, linear, x, torch.zeros(count, 48), epilogue=SILU_MUL, norm=norm)
-        assert relative_error(gated, expected) < 0.025
+    check_epilogues(lib, packed, x, norm, y + bias, tolerance=0.015)
+    check_epilogues(lib, plain, x, norm, y, tolerance=0.015)
 
 
 @pytest.mark.parametrize("count", [3, 24])
 def test_a_poisoned_row_stays_poisoned_and_alone(lib: Library, count: int) -> None:
     """NaN and infinity survive quantised activations, so a broken row is noticed; other rows are bit-equal."""
-    packed = pack(lib, random_rows("q4_1", 64, 128))
-    x = torch.randn(count, 128)
-    healthy = project(lib, packed, x, torch.zeros(count, 64))
-    for poison in (torch.nan, torch.inf):
-        x[1, 77] = poison
-        out = project(lib, packed, x, torch.zeros(count, 64))
-        assert not torch.isfinite(out[1]).any()
-        others = [row for row in range(count) if row != 1]
-        assert torch.equal(out[others], healthy[others])
+    check_poison(lib, pack(lib, random_rows("q4_1", 64, 128)), count)
 
 
 def test_threads_change_nothing(lib: Library) -> None:
     """One thread and two compute the same bits, again and again: no tile is lost, computed twice or torn."""
     rows = random_rows("q4_1", 320, 96)
     alone = library(lib.isa, 1)
-    one, two = pack(alone, rows), pack(lib, rows)
-    for count in (1, 5, 40):
-        x = torch.randn(count, 96)
-        expected = project(alone, one, x, torch.zeros(count, 320))
-        for _ in range(200):
-            assert torch.equal(project(lib, two, x, torch.zeros(count, 320)), expected)
+    check_threads(lib, pack(lib, rows), alone, pack(alone, rows))
