@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Callable
 from types import FrameType
 
 
 def lines_run(function: Callable[[], object]) -> list[tuple[str, int]]:
-    """File and number of every Python line that a call runs, in order, callees included."""
+    """File and number of every Python line that a call runs, in order, callees included.
+
+    No garbage is collected meanwhile: finalizers, and callbacks such as Hypothesis registers, would run in between.
+    """
     lines: list[tuple[str, int]] = []
 
     def trace(frame: FrameType, event: str, _: object) -> object:
@@ -16,10 +20,13 @@ def lines_run(function: Callable[[], object]) -> list[tuple[str, int]]:
             lines.append((frame.f_code.co_filename, frame.f_lineno))
         return trace
 
-    before = sys.gettrace()
+    before, collecting = sys.gettrace(), gc.isenabled()
+    gc.disable()
     sys.settrace(trace)
     try:
         function()
     finally:
         sys.settrace(before)
+        if collecting:
+            gc.enable()
     return lines
