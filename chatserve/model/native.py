@@ -32,6 +32,7 @@ Parts = tuple[tuple[str, int], ...]
 def make_decoder(
     checkpoint: Checkpoint,
     architecture: Architecture,
+    embedding: Tensor,
     library: Library,
     quantization: Quantization,
     num_positions: int,
@@ -54,6 +55,7 @@ def make_decoder(
     return NativeDecoder(
         library,
         Sizes(architecture.num_heads, architecture.num_kv_heads, architecture.head_dim, architecture.rms_norm_eps),
+        embedding,
         layers,
         reader.vector("model.norm.weight", architecture.hidden_size),
         head_reader.matrix(((head, architecture.vocab_size),), architecture.hidden_size),

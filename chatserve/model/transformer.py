@@ -1,7 +1,7 @@
 """The decoder network of every supported family: one forward over a ragged batch of prefills and decodes.
 
 Families differ only in what `Architecture` says (biases, head norms, windows), so there is one class. Knows tensors
-and the kernel interface; knows no requests, block tables or sampling. `chatserve.worker.model_runner` calls it.
+and the kernel interface; knows no requests or sampling. `chatserve.worker.model_runner` calls it.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from chatserve_kernels.cpu.backend import NativeAttentionStep, NativeBackend
-from chatserve_kernels.interface import AttentionStep, Backend
+from chatserve_kernels.cpu.backend import NativeBackend
+from chatserve_kernels.interface import AttentionStep, Backend, StepBatch, StepLogits
 from torch import Tensor
 from torch.nn import functional
 
@@ -20,6 +20,7 @@ from chatserve.model.architecture import Architecture
 from chatserve.model.linear import Linear
 from chatserve.model.native import Quantization, make_decoder
 from chatserve.model.rope import rope_tables
+from chatserve.model.step_layout import clear_slots, int64, lay_out
 from chatserve.model.weights import Checkpoint
 
 # A long prefill runs its feed-forward in pieces of this many tokens: the wide activations then stay in the L2 cache.
@@ -53,7 +54,9 @@ class Transformer:
         with Checkpoint(folder) as checkpoint:
             self._embedding = checkpoint.tensor("model.embed_tokens.weight", vocabulary, dtype)
             if isinstance(backend, NativeBackend) and dtype == torch.bfloat16:
-                self._decoder = make_decoder(checkpoint, architecture, backend.library, quantization, num_positions)
+                self._decoder = make_decoder(
+                    checkpoint, architecture, self._embedding, backend.library, quantization, num_positions
+                )
             if self._decoder is not None:
                 return
             self._cos, self._sin = rope_tables(architecture, num_positions, dtype)
@@ -74,19 +77,46 @@ class Transformer:
         """Whether the network runs in the compiled kernels, one call per step."""
         return self._decoder is not None
 
-    def forward(self, token_ids: Tensor, positions: Tensor, attention: AttentionStep) -> Tensor:
-        """Run every layer.
+    def run(self, batch: StepBatch, kv_cache: Tensor) -> StepLogits:
+        """Compute one step's tokens, store their keys and values, and give the logits that are wanted.
 
         Args:
-            token_ids: int64 [T].
-            positions: int64 [T], below ``num_positions``.
-            attention: this step's paged attention; it receives the keys and values of all T tokens.
-
-        Returns:
-            The residual stream after the last layer, [T, hidden_size]; `logits` takes rows of it.
+            batch: its positions must stay below ``num_positions``.
+            kv_cache: of the dtype of the model.
         """
-        if self._decoder is not None and isinstance(attention, NativeAttentionStep):
-            return self._decoder.forward(self._embed(token_ids), positions, attention)
+        if self._decoder is not None:
+            return self._decoder.run(batch, kv_cache)
+        return self._run_operators(batch, kv_cache)
+
+    @torch.inference_mode()
+    def _run_operators(self, batch: StepBatch, kv_cache: Tensor) -> StepLogits:
+        positions, metadata = lay_out(batch, kv_cache.shape[4])
+        hidden = self._forward(
+            torch.from_numpy(int64(batch.token_ids)),
+            torch.from_numpy(positions),
+            self._backend.begin_step(metadata, kv_cache),
+        )
+        # A sum is finite where all its terms are; every token of a sequence counts, not only the last.
+        starts = metadata.query_start_loc.numpy()
+        finite = np.logical_and.reduceat(np.isfinite(hidden.float().sum(-1).numpy()), starts[:-1])
+        if not finite.all():
+            slots = metadata.slot_mapping.numpy()[~np.repeat(finite, np.diff(starts))]
+            clear_slots(kv_cache, torch.from_numpy(slots))
+        if batch.sources is None:
+            sources = np.repeat(np.arange(len(finite)), np.diff(starts))
+        else:
+            sources = int64(batch.sources)
+            hidden = hidden[torch.from_numpy(starts[sources + 1] - 1)]
+        logits = self._logits(hidden)
+        best = self._backend.argmax(logits).numpy()
+        broken = ~np.isfinite(logits.numpy()[np.arange(len(best)), best])  # NaN counts as the best
+        if broken.any():
+            logits[torch.from_numpy(broken)], best[broken] = 0.0, 0
+            finite[sources[broken]] = False
+        return StepLogits(logits, best, tuple(np.flatnonzero(~finite).tolist()))
+
+    def _forward(self, token_ids: Tensor, positions: Tensor, attention: AttentionStep) -> Tensor:
+        """int64 [T], int64 [T] → the residual stream after the last layer, [T, hidden_size]."""
         cos = self._cos.index_select(0, positions)
         sin = self._sin.index_select(0, positions)
         hidden = functional.embedding(token_ids, self._embedding)
@@ -94,15 +124,8 @@ class Transformer:
             hidden = layer.forward(hidden, cos, sin, attention)
         return hidden
 
-    def _embed(self, token_ids: Tensor) -> Tensor:
-        """float32 [T, hidden_size] of a bfloat16 table, without waking torch's threads beside the kernels' own."""
-        halves = self._embedding.view(torch.int16).numpy().view(np.uint16)[token_ids.numpy()]
-        return torch.from_numpy((halves.astype(np.uint32) << 16).view(np.float32))
-
-    def logits(self, hidden: Tensor) -> Tensor:
+    def _logits(self, hidden: Tensor) -> Tensor:
         """hidden [s, hidden_size] → float32 [s, vocab_size]."""
-        if self._decoder is not None:
-            return self._decoder.logits(hidden)
         normed = self._backend.rms_norm(hidden, self._norm, self.architecture.rms_norm_eps)
         return self._head(normed).float()
 

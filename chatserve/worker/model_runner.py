@@ -1,8 +1,7 @@
 """Turns one plan of the scheduler into one forward pass.
 
-Mirrors the persistent batch (block tables and sampling state by row), owns the KV tensor, and builds the flat
-tensors that the network takes. Decides nothing: what runs, where it is stored and what is copied all stand in the
-plan. An executor is the caller.
+Mirrors the persistent batch (block tables and sampling state by row) and owns the KV tensors. Decides nothing: what
+runs, where it is stored and what is copied all stand in the plan. An executor is the caller.
 """
 
 from __future__ import annotations
@@ -13,16 +12,15 @@ import mmap
 import numpy as np
 import numpy.typing as npt
 import torch
-from chatserve_kernels.interface import AttentionMetadata, Backend, SharedRuns, kv_cache_shape
+from chatserve_kernels.interface import Backend, SharedRuns, StepBatch, kv_cache_shape
 from torch import Tensor
 
+from chatserve.model.step_layout import int64
 from chatserve.model.transformer import Transformer
 from chatserve.scheduler.output import ModelRunnerOutput, NewSequence, SchedulerOutput
 from chatserve.scheduler.output import SharedRuns as PlannedRuns
 from chatserve.worker.sampler import sample
 from chatserve.worker.sampling_row import SamplingRow
-
-_Int64 = npt.NDArray[np.int64]
 
 
 class ModelRunner:
@@ -49,7 +47,6 @@ class ModelRunner:
     ) -> None:
         self._model = model
         self._backend = backend
-        self._block_size = block_size
         self._eos_token_ids = eos_token_ids
         architecture = model.architecture
         self.kv_cache, self.host_kv_cache = (
@@ -61,24 +58,28 @@ class ModelRunner:
             )
             for count in (num_blocks, num_host_blocks)
         )
-        self._block_tables: _Int64 = np.zeros((max_num_seqs, max_blocks), dtype=np.int64)
+        self._block_tables: npt.NDArray[np.int64] = np.zeros((max_num_seqs, max_blocks), dtype=np.int64)
         self._sampling: list[SamplingRow | None] = [None] * max_num_seqs
 
-    @torch.inference_mode()
     def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
         """Apply a plan in the order of its fields."""
-        for row in _int32(plan.freed_rows):
-            self._sampling[row] = None
+        if plan.freed_rows:
+            for row in _int32(plan.freed_rows):
+                self._sampling[row] = None
         for sequence in plan.new_sequences:
             self._place(sequence)
-        self._block_tables[_int32(plan.table_rows), _int32(plan.table_indices)] = _int32(plan.table_blocks)
-        for tier, cleared in ((self.kv_cache, plan.clears), (self.host_kv_cache, plan.host_clears)):
-            if cleared:
-                tier[torch.from_numpy(_int64(cleared))] = 0.0
-        _move_blocks(self.kv_cache, self.host_kv_cache, plan.demotions)
-        _move_blocks(self.host_kv_cache, self.kv_cache, plan.promotions)
+        if plan.table_rows:
+            self._block_tables[_int32(plan.table_rows), _int32(plan.table_indices)] = _int32(plan.table_blocks)
+        if plan.clears:
+            self.kv_cache[torch.from_numpy(int64(plan.clears))] = 0.0
+        if plan.host_clears:
+            self.host_kv_cache[torch.from_numpy(int64(plan.host_clears))] = 0.0
+        if plan.demotions:
+            _move_blocks(self.kv_cache, self.host_kv_cache, plan.demotions)
+        if plan.promotions:
+            _move_blocks(self.host_kv_cache, self.kv_cache, plan.promotions)
         if plan.copies:
-            self._backend.copy_blocks(self.kv_cache, torch.from_numpy(_int64(plan.copies)).view(-1, 2))
+            self._backend.copy_blocks(self.kv_cache, torch.from_numpy(int64(plan.copies)).view(-1, 2))
         if not plan.rows:
             return ModelRunnerOutput(tokens=b"")
         return self._forward_and_sample(plan)
@@ -99,55 +100,19 @@ class ModelRunner:
         )
 
     def _forward_and_sample(self, plan: SchedulerOutput) -> ModelRunnerOutput:
-        num_new = _int64(plan.num_new)
-        positions, metadata = self._describe(plan, num_new)
-        attention = self._backend.begin_step(metadata, self.kv_cache)
-        token_ids = torch.from_numpy(_int64(plan.token_ids))
-        hidden = self._model.forward(token_ids, torch.from_numpy(positions), attention)
-
-        # A sum is finite exactly where all its terms are; every token of a row counts, not only the last. By numpy:
-        # waking torch's threads, while the kernels' own still spin, costs more than such a sum or a few copied rows.
-        token_finite = np.isfinite(hidden.float().numpy().sum(-1))
-        starts: _Int64 = metadata.query_start_loc.numpy()
-        finite = np.logical_and.reduceat(token_finite, starts[:-1])
-        if not finite.all():
-            self._clear_slots(metadata.slot_mapping[torch.from_numpy(~np.repeat(finite, num_new))])
-
-        sources = _int64(plan.sample_sources)
+        batch = StepBatch(
+            *(self._block_tables, plan.rows, plan.num_computed, plan.num_new, plan.token_ids, plan.sample_sources),
+            _shared_runs(plan.shared_runs),
+        )
+        result = self._model.run(batch, self.kv_cache)
         tokens, logprobs = b"", None
-        if len(sources):
+        if plan.sample_sources:
             rows = self._sampled_rows(_int32(plan.sample_rows).tolist())
-            logits = self._model.logits(_rows(hidden, starts[sources + 1] - 1))
-            samples = sample(logits, rows, self._backend)
+            samples = sample(result, rows, self._backend)
             for row, token in zip(rows, samples.tokens.tolist(), strict=True):
                 row.append(token)
-            finite[sources] &= samples.finite
             tokens, logprobs = samples.tokens.tobytes(), samples.logprobs
-        failed = () if finite.all() else tuple(np.flatnonzero(~finite).tolist())
-        return ModelRunnerOutput(tokens=tokens, failed=failed, logprobs=logprobs)
-
-    def _describe(self, plan: SchedulerOutput, num_new: _Int64) -> tuple[_Int64, AttentionMetadata]:
-        """Positions [T] and attention metadata of the step."""
-        rows, num_computed = _int64(plan.rows), _int64(plan.num_computed)
-        starts: _Int64 = np.zeros(len(rows) + 1, dtype=np.int64)
-        np.cumsum(num_new, out=starts[1:])
-        positions = np.arange(starts[-1]) + np.repeat(num_computed - starts[:-1], num_new)
-        seq_lens = num_computed + num_new
-        tables = self._block_tables[rows, : -(-int(seq_lens.max()) // self._block_size)]
-        block, offset = np.divmod(positions, self._block_size)
-        slots = tables[np.repeat(np.arange(len(rows)), num_new), block] * self._block_size + offset
-        return positions, AttentionMetadata(
-            query_start_loc=torch.from_numpy(starts),
-            seq_lens=torch.from_numpy(seq_lens),
-            block_tables=torch.from_numpy(tables),
-            slot_mapping=torch.from_numpy(slots),
-            shared_runs=None if plan.shared_runs is None else _shared_runs(plan.shared_runs),
-        )
-
-    def _clear_slots(self, slots: Tensor) -> None:
-        """Zero what a row that is not finite wrote, so that whoever gets its blocks next reads finite padding."""
-        block = slots.div(self._block_size, rounding_mode="floor")
-        self.kv_cache[block, :, :, :, slots % self._block_size] = 0.0
+        return ModelRunnerOutput(tokens, result.failed, logprobs)
 
     def _sampled_rows(self, rows: list[int]) -> list[SamplingRow]:
         states = [self._sampling[row] for row in rows]
@@ -157,15 +122,8 @@ class ModelRunner:
         return found
 
 
-def _shared_runs(runs: PlannedRuns) -> SharedRuns:
-    return SharedRuns(*(torch.from_numpy(_int64(part)) for part in (runs.blocks, runs.starts, runs.members)))
-
-
-def _rows(hidden: Tensor, rows: _Int64) -> Tensor:
-    """Copies of some rows of [T, hidden_size], by numpy where it knows the dtype."""
-    if hidden.dtype == torch.bfloat16:
-        return hidden[torch.from_numpy(rows)]
-    return torch.from_numpy(hidden.numpy()[rows])
+def _shared_runs(runs: PlannedRuns | None) -> SharedRuns | None:
+    return None if runs is None else SharedRuns(runs.blocks, runs.starts, runs.members)
 
 
 def _lazily_zeroed(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -188,15 +146,10 @@ def _move_blocks(source: Tensor, destination: Tensor, pairs: bytes) -> None:
 
     Gathering them first would write and read everything once more.
     """
-    if pairs:
-        there, here = (tier.view(torch.uint8).numpy() for tier in (source, destination))
-        for block, target in _int32(pairs).reshape(-1, 2).tolist():
-            here[target] = there[block]
+    there, here = (tier.view(torch.uint8).numpy() for tier in (source, destination))
+    for block, target in _int32(pairs).reshape(-1, 2).tolist():
+        here[target] = there[block]
 
 
 def _int32(data: bytes) -> npt.NDArray[np.int32]:
     return np.frombuffer(data, dtype="<i4")
-
-
-def _int64(data: bytes) -> _Int64:
-    return np.frombuffer(data, dtype="<i4").astype(np.int64)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 import torch
-from chatserve_kernels.interface import Backend, Draws
+from chatserve_kernels.interface import Backend, Draws, StepLogits
 from torch import Tensor
 
 from chatserve.scheduler.output import SampleLogprobs
@@ -26,40 +26,31 @@ class Samples:
     """Result of one `sample` call.
 
     Attributes:
-        tokens: [s] chosen ids; meaningless where not ``finite``.
-        finite: [s] bool; false where the logits held NaN or an infinity.
+        tokens: [s] chosen ids.
         logprobs: one entry per row, or ``None`` where no row asked.
     """
 
     tokens: npt.NDArray[np.int32]
-    finite: npt.NDArray[np.bool_]
     logprobs: tuple[SampleLogprobs | None, ...] | None
 
 
-def sample(logits: Tensor, rows: Sequence[SamplingRow], backend: Backend) -> Samples:
-    """Draw one token per row. Does not change ``logits`` or ``rows``.
+def sample(step: StepLogits, rows: Sequence[SamplingRow], backend: Backend) -> Samples:
+    """Draw one token per row. Does not change its arguments.
 
     Args:
-        logits: float32 [s, vocab_size].
         rows: the s sequences that the tokens are for.
     """
-    # NaN counts as the best, so one pass also tells which rows are finite.
-    tokens = backend.argmax(logits)
-    finite = np.isfinite(logits.numpy()[np.arange(len(rows)), tokens.numpy()])
-    if not finite.all():
-        logits = logits.masked_fill(~torch.from_numpy(finite)[:, None], 0.0)
+    if all(row.takes_best for row in rows):
+        return Samples(step.best.astype(np.int32), None)
+    logits = step.logits
     adjusted = _adjusted(logits, rows)
-    if adjusted is not logits:
-        tokens = backend.argmax(adjusted)
+    best = step.best if adjusted is logits else backend.argmax(adjusted).numpy()
+    tokens = best.astype(np.int32)
     drawn = [i for i, row in enumerate(rows) if not row.greedy]
     if drawn:
         draws = _draws(rows, drawn)
-        tokens[draws.rows] = backend.draw(adjusted, draws)
-    return Samples(
-        tokens=tokens.numpy().astype(np.int32),
-        finite=finite,
-        logprobs=_logprobs(logits, tokens, rows),
-    )
+        tokens[drawn] = backend.draw(adjusted, draws).numpy()
+    return Samples(tokens, _logprobs(logits, tokens, rows))
 
 
 def _adjusted(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
@@ -89,7 +80,9 @@ def _draws(rows: Sequence[SamplingRow], drawn: Sequence[int]) -> Draws:
     )
 
 
-def _logprobs(logits: Tensor, tokens: Tensor, rows: Sequence[SamplingRow]) -> tuple[SampleLogprobs | None, ...] | None:
+def _logprobs(
+    logits: Tensor, tokens: npt.NDArray[np.int32], rows: Sequence[SamplingRow]
+) -> tuple[SampleLogprobs | None, ...] | None:
     """Log-probabilities under the unmodified distribution, for the rows that ask."""
     asking = [i for i, row in enumerate(rows) if row.params.logprobs is not None]
     if not asking:
@@ -98,7 +91,7 @@ def _logprobs(logits: Tensor, tokens: Tensor, rows: Sequence[SamplingRow]) -> tu
     for i, logprobs in zip(asking, logits[torch.tensor(asking)].log_softmax(-1), strict=True):
         top = top_ids(logprobs, rows[i].params.logprobs or 0)
         entries[i] = SampleLogprobs(
-            chosen=float(logprobs[tokens[i]]),
+            chosen=float(logprobs[int(tokens[i])]),
             top_ids=top.numpy().astype(np.int32).tobytes(),
             top_logprobs=logprobs[top].numpy().tobytes(),
         )

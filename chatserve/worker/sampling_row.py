@@ -25,6 +25,7 @@ class SamplingRow:
 
     Attributes:
         adjusts: whether `adjust` changes the next logits; once false, it stays so.
+        takes_best: whether the next token is the largest of the logits, and nothing more is asked.
 
     Args:
         params: of this one choice; ``seed`` is set.
@@ -58,6 +59,7 @@ class SamplingRow:
             self._seen[tokens] = True
             self._output_counts = torch.bincount(tokens[num_prompt_tokens:], minlength=vocab_size).float()
         self.adjusts = self._adjusts_now()
+        self.takes_best = self._takes_best_now()
 
     def append(self, token: int) -> None:
         """Note that ``token`` is now the sequence's last output token."""
@@ -67,6 +69,10 @@ class SamplingRow:
             self._output_counts[token] += 1
         if self.adjusts:
             self.adjusts = self._adjusts_now()
+            self.takes_best = self._takes_best_now()
+
+    def _takes_best_now(self) -> bool:
+        return self.greedy and not self.adjusts and self.params.logprobs is None
 
     def _adjusts_now(self) -> bool:
         return self._penalised or bool(self.params.logit_bias) or self._masks_stop_tokens

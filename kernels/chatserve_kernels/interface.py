@@ -11,8 +11,10 @@ size, B tokens per block, L layers.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -24,14 +26,55 @@ class SharedRuns:
     Says nothing that the tables do not say; a backend may use it to read a run once for all its sequences.
 
     Attributes:
-        num_blocks: int64 [r], blocks of each run, computed before this step.
-        starts: int64 [r + 1]; members of run i are ``[starts[i], starts[i + 1])``.
-        members: int64, sequences of the step.
+        num_blocks: int32 [r] as bytes, blocks of each run, computed before this step.
+        starts: int32 [r + 1] as bytes; members of run i are ``[starts[i], starts[i + 1])``.
+        members: int32 as bytes, sequences of the step.
     """
 
-    num_blocks: Tensor
-    starts: Tensor
-    members: Tensor
+    num_blocks: bytes
+    starts: bytes
+    members: bytes
+
+
+class StepBatch(NamedTuple):
+    """One step's ragged batch as a plan says it: int32 arrays as bytes, tokens of a sequence contiguous.
+
+    Attributes:
+        block_tables: int64 [rows, max_blocks], the persistent batch's; physical block of each B tokens.
+        rows: int32 [n], rows of ``block_tables``, one per sequence.
+        num_computed: int32 [n], tokens of each that are in the cache already.
+        num_new: int32 [n], tokens of each that are computed now, at least one.
+        token_ids: int32 [T], those tokens.
+        sources: int32 [s], sequences whose last token's logits are wanted; ``None``: those of all T tokens.
+        shared_runs: what the block tables begin with in common, where that is known.
+    """
+
+    block_tables: npt.NDArray[np.int64]
+    rows: bytes
+    num_computed: bytes
+    num_new: bytes
+    token_ids: bytes
+    sources: bytes | None
+    shared_runs: SharedRuns | None = None
+
+
+class StepLogits(NamedTuple):
+    """What a step gives; may be overwritten by the next.
+
+    Attributes:
+        room: float32 [s or more, vocabulary]: see `logits`.
+        best: int64 [s], the largest of each row of logits, the first of equals.
+        failed: sequences of which anything that was computed was not finite. Their slots were zeroed.
+    """
+
+    room: Tensor
+    best: npt.NDArray[np.int64]
+    failed: tuple[int, ...]
+
+    @property
+    def logits(self) -> Tensor:
+        """float32 [s, vocabulary]; zeros where they were not finite."""
+        return self.room[: len(self.best)]
 
 
 @dataclass(frozen=True, slots=True)

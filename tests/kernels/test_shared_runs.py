@@ -6,6 +6,7 @@ import dataclasses
 import random
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 import torch
 from chatserve_kernels.cpu.backend import NativeBackend
@@ -34,9 +35,9 @@ def share(batch: Batch, groups: list[tuple[int, list[int]]], order: random.Rando
     if order is not None:
         groups = [(count, order.sample(members, len(members))) for count, members in groups]
     runs = SharedRuns(
-        torch.tensor([count for count, _ in groups]),
-        torch.tensor([0, *(len(members) for _, members in groups)]).cumsum(0),
-        torch.tensor([m for _, members in groups for m in members]),
+        np.array([count for count, _ in groups], np.int32).tobytes(),
+        np.array([0, *(len(members) for _, members in groups)], np.int32).cumsum(dtype=np.int32).tobytes(),
+        np.array([m for _, members in groups for m in members], np.int32).tobytes(),
     )
     return dataclasses.replace(
         batch, metadata=dataclasses.replace(batch.metadata, block_tables=tables, shared_runs=runs)

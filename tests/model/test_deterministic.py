@@ -10,14 +10,14 @@ import pytest
 import torch
 from chatserve_kernels.cpu.backend import NativeBackend
 from chatserve_kernels.cpu.build import supported_isas
-from chatserve_kernels.interface import AttentionMetadata, SharedRuns, kv_cache_shape
+from chatserve_kernels.interface import SharedRuns, StepBatch, kv_cache_shape
 from torch import Tensor
 
 from chatserve.model.architecture import Architecture
 from chatserve.model.native import Quantization
 from chatserve.model.transformer import Transformer
 from tests.kernels.native import library
-from tests.model.tiny import write_model
+from tests.model.tiny import int32, write_model
 
 BLOCK_SIZE = 16
 LENGTHS = (300, 130, 17, 150, 260, 41, 16)
@@ -25,7 +25,7 @@ SHARED_BLOCKS = 7
 
 
 @torch.inference_mode()
-def logits_of(model: Transformer, backend: NativeBackend, prompts: list[list[int]], rng: random.Random) -> list[Tensor]:
+def logits_of(model: Transformer, prompts: list[list[int]], rng: random.Random) -> list[Tensor]:
     """Logits at every position of every prompt, computed in chunks and batches of ``rng``'s choice; prompts long enough
     begin with the same blocks, which the first of them computes."""
     architecture = model.architecture
@@ -44,21 +44,21 @@ def logits_of(model: Transformer, backend: NativeBackend, prompts: list[list[int
         chosen = rng.sample(ready, rng.randint(1, len(ready)))
         counts = [min(len(prompts[i]) - computed[i], rng.choice([1, 2, 8, 33, 64, 300])) for i in chosen]
         ends = [computed[i] + c for i, c in zip(chosen, counts, strict=True)]
-        positions = np.concatenate([np.arange(end - c, end) for end, c in zip(ends, counts, strict=True)])
-        rows = np.repeat(chosen, counts)
         members = [k for k, i in enumerate(chosen) if i in sharing and computed[i] >= SHARED_BLOCKS * BLOCK_SIZE]
-        metadata = AttentionMetadata(
-            query_start_loc=torch.tensor([0, *counts]).cumsum(0),
-            seq_lens=torch.tensor(ends),
-            block_tables=torch.from_numpy(tables[chosen]),
-            slot_mapping=torch.from_numpy(tables[rows, positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE),
-            shared_runs=SharedRuns(*map(torch.tensor, ([SHARED_BLOCKS], [0, len(members)], members)))
+        batch = StepBatch(
+            block_tables=tables,
+            rows=int32(chosen),
+            num_computed=int32(computed[i] for i in chosen),
+            num_new=int32(counts),
+            token_ids=int32(
+                token for i, end in zip(chosen, ends, strict=True) for token in prompts[i][computed[i] : end]
+            ),
+            sources=None,
+            shared_runs=SharedRuns(int32([SHARED_BLOCKS]), int32([0, len(members)]), int32(members))
             if len(members) > 1
             else None,
         )
-        tokens = [token for i, end in zip(chosen, ends, strict=True) for token in prompts[i][computed[i] : end]]
-        hidden = model.forward(torch.tensor(tokens), torch.from_numpy(positions), backend.begin_step(metadata, cache))
-        for i, logits in zip(chosen, model.logits(hidden).split(counts), strict=True):
+        for i, logits in zip(chosen, model.run(batch, cache).logits.clone().split(counts), strict=True):
             found[i].append(logits)
         for i, end in zip(chosen, ends, strict=True):
             computed[i] = end
@@ -83,10 +83,10 @@ def test_logits_are_bit_equal_in_any_batch_and_chunking(
     for backend in backends:
         model = Transformer(tmp_path, Architecture.from_folder(tmp_path), backend, torch.bfloat16, 512, quantization)
         assert model.is_native
-        alone = [logits_of(model, backend, [prompt], WholePrompts())[0] for prompt in prompts]
+        alone = [logits_of(model, [prompt], WholePrompts())[0] for prompt in prompts]
         differences.append(0)
         for seed in range(3):
-            together = logits_of(model, backend, prompts, random.Random(seed))
+            together = logits_of(model, prompts, random.Random(seed))
             differences[-1] += sum(not torch.equal(a, b) for a, b in zip(alone, together, strict=True))
     assert differences[0] == 0
     assert differences[1] > 0 or variant == "mistral-window"

@@ -41,7 +41,7 @@ each other stories about pirates, treasure and a light that moved over the water
 def run(folder: Path, backend: Backend, dtype: torch.dtype, prompts: list[list[int]], quantization: Quantization):
     architecture = Architecture.from_folder(folder)
     model = Transformer(folder, architecture, backend, dtype, 512, quantization)
-    return model, all_logits(model, prompts, dtype, backend)
+    return model, all_logits(model, prompts, dtype)
 
 
 @pytest.fixture(scope="module")
@@ -106,7 +106,7 @@ def test_stored_blocks_are_used_and_the_model_reads_text_as_well(smollm2: Path, 
     assert (ours.argmax(-1) == expected.argmax(-1)).float().mean() > 0.9
     native.library.tile_threshold, before = 1 << 30, native.library.tile_threshold
     try:
-        (dots,) = all_logits(model, [ids], torch.bfloat16, native)
+        (dots,) = all_logits(model, [ids], torch.bfloat16)
     finally:
         native.library.tile_threshold = before
     assert abs(perplexity(dots, ids) / exact - 1) < 0.01

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
-from chatserve_kernels.interface import AttentionMetadata, Backend, kv_cache_shape
+from chatserve_kernels.interface import StepBatch, kv_cache_shape
 from chatserve_kernels.torch_backend import TorchBackend
 from torch import Tensor
 
@@ -88,31 +90,31 @@ def all_logits(
     model: Transformer,
     prompts: list[list[int]],
     dtype: torch.dtype = torch.float32,
-    backend: Backend | None = None,
 ) -> list[Tensor]:
     """Logits at every position of every prompt, from one ragged step over an empty cache of 4-token blocks."""
     block_size = 4
     architecture = model.architecture
-    lengths = torch.tensor([len(prompt) for prompt in prompts])
-    num_blocks = -(-lengths // block_size)
-    tables = torch.zeros(len(prompts), int(num_blocks.max()), dtype=torch.int64)
-    first = 0
-    for i, count in enumerate(num_blocks.tolist()):
-        tables[i, :count] = torch.arange(first, first + count)
-        first += count
-    positions = torch.cat([torch.arange(length) for length in lengths.tolist()])
-    row = torch.repeat_interleave(torch.arange(len(prompts)), lengths)
-    metadata = AttentionMetadata(
-        query_start_loc=torch.cat((torch.zeros(1, dtype=torch.int64), lengths.cumsum(0))),
-        seq_lens=lengths,
-        block_tables=tables,
-        slot_mapping=tables[row, positions // block_size] * block_size + positions % block_size,
-    )
+    lengths = [len(prompt) for prompt in prompts]
+    num_blocks = [-(-length // block_size) for length in lengths]
+    tables = np.zeros((len(prompts), max(num_blocks)), dtype=np.int64)
+    for i, count in enumerate(num_blocks):
+        tables[i, :count] = np.arange(sum(num_blocks[:i]), sum(num_blocks[: i + 1]))
     cache = torch.zeros(
-        kv_cache_shape(first, architecture.num_layers, architecture.num_kv_heads, block_size, architecture.head_dim),
+        kv_cache_shape(
+            sum(num_blocks), architecture.num_layers, architecture.num_kv_heads, block_size, architecture.head_dim
+        ),
         dtype=dtype,
     )
-    step = (backend or TorchBackend()).begin_step(metadata, cache)
-    token_ids = torch.tensor([token for prompt in prompts for token in prompt])
-    hidden = model.forward(token_ids, positions, step)
-    return list(model.logits(hidden).split(lengths.tolist()))
+    batch = StepBatch(
+        block_tables=tables,
+        rows=int32(range(len(prompts))),
+        num_computed=int32([0] * len(prompts)),
+        num_new=int32(lengths),
+        token_ids=int32(token for prompt in prompts for token in prompt),
+        sources=None,
+    )
+    return list(model.run(batch, cache).logits.split(lengths))
+
+
+def int32(values: Iterable[int]) -> bytes:
+    return np.fromiter(values, dtype="<i4").tobytes()

@@ -7,12 +7,16 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from chatserve_kernels.cpu.backend import NativeBackend
+from chatserve_kernels.interface import Backend
 from chatserve_kernels.torch_backend import TorchBackend
 
+from chatserve.model.architecture import Architecture
+from chatserve.model.transformer import Transformer
 from chatserve.sampling_params import SamplingParams
 from chatserve.scheduler.output import ModelRunnerOutput, NewSequence, SchedulerOutput
 from chatserve.worker.model_runner import ModelRunner
-from tests.model.tiny import load_model
+from tests.kernels.native import library
 
 GREEDY = SamplingParams(temperature=0.0, seed=0)
 
@@ -21,16 +25,26 @@ def int32(values: list[int]) -> bytes:
     return np.array(values, dtype="<i4").tobytes()
 
 
-def make_runner(folder: Path, *, num_blocks: int = 64, block_size: int = 4, max_num_seqs: int = 8) -> ModelRunner:
+def make_runner(
+    folder: Path, kernels: str = "torch", *, num_blocks: int = 64, block_size: int = 4, max_num_seqs: int = 8
+) -> ModelRunner:
+    """By torch in float32, or by the compiled kernels of one instruction set in their invariant mode: either way a
+    sequence's numbers do not depend on its chunks and batches."""
+    backend: Backend = TorchBackend()
+    dtype = torch.float32
+    if kernels != "torch":
+        backend, dtype = NativeBackend(library(kernels, deterministic=True)), torch.bfloat16
+    model = Transformer(folder, Architecture.from_folder(folder), backend, dtype, 256)
+    assert model.is_native == (kernels != "torch")
     return ModelRunner(
-        load_model(folder),
-        TorchBackend(),
+        model,
+        backend,
         num_blocks=num_blocks,
         block_size=block_size,
         max_num_seqs=max_num_seqs,
         max_blocks=64,
         eos_token_ids=(2,),
-        dtype=torch.float32,
+        dtype=dtype,
     )
 
 

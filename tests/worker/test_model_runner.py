@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import random
+import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from chatserve_kernels.cpu.build import supported_isas
 from safetensors.torch import load_file, save_file
 
 from chatserve.sampling_params import SamplingParams
@@ -30,14 +32,19 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="module", params=["torch", *supported_isas()])
+def kernels(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
 @pytest.fixture
-def runner(folder: Path) -> ModelRunner:
-    return make_runner(folder)
+def runner(folder: Path, kernels: str) -> ModelRunner:
+    return make_runner(folder, kernels)
 
 
 @pytest.fixture(scope="module")
-def expected(folder: Path) -> list[int]:
-    return generate(make_runner(folder), PROMPT, 20)
+def expected(folder: Path, kernels: str) -> list[int]:
+    return generate(make_runner(folder, kernels), PROMPT, 20)
 
 
 @pytest.mark.parametrize("chunk", [1, 3, 4, 5, 12])
@@ -62,12 +69,12 @@ def test_a_resumed_sequence_continues_as_if_undisturbed(runner: ModelRunner, exp
         assert first + rest == expected
 
 
-def test_mixed_batch_equals_each_sequence_alone(folder: Path) -> None:
+def test_mixed_batch_equals_each_sequence_alone(folder: Path, kernels: str) -> None:
     """Decodes, whole prompts and chunks in the same steps, rows coming and going: each sequence is its own."""
     rng = random.Random(7)
     prompts = [[rng.randrange(8, SIZES["vocab_size"]) for _ in range(rng.randint(1, 30))] for _ in range(8)]
-    alone = [generate(make_runner(folder), prompt, 10) for prompt in prompts]
-    runner = make_runner(folder, num_blocks=96)
+    alone = [generate(make_runner(folder, kernels), prompt, 10) for prompt in prompts]
+    runner = make_runner(folder, kernels, num_blocks=96)
     tokens = [list(prompt) for prompt in prompts]
     computed = [0] * 8
     placed: set[int] = set()
@@ -147,6 +154,27 @@ def test_a_poisoned_chunk_fails_even_if_its_last_token_does_not(runner: ModelRun
     output = runner.execute(Plan([Run(0, bad, 0, 3, samples=False)], [sequence(0, bad, [0])]).build())
     assert output.failed == (0,)
     assert output.tokens == b""
+
+
+def test_logits_that_are_not_finite_fail_their_rows_only(folder: Path, kernels: str, tmp_path: Path) -> None:
+    """An infinity in the head (cases F5): rows that sample are in ``failed``, with some token of the vocabulary; one
+    that asks for no logits is not."""
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    weights = load_file(folder / "model.safetensors")
+    weights["lm_head.weight"][50] = torch.inf
+    save_file(weights, tmp_path / "model.safetensors")
+    runner = make_runner(tmp_path, kernels)
+    plan = Plan(
+        [Run(0, PROMPT, 0, 5, samples=False), Run(1, PROMPT, 0, len(PROMPT)), Run(2, PROMPT, 0, len(PROMPT))],
+        [
+            sequence(0, PROMPT, list(range(10))),
+            sequence(1, PROMPT, list(range(10, 20))),
+            sequence(2, PROMPT, list(range(20, 30)), SamplingParams(temperature=1.0, seed=1, logprobs=2)),
+        ],
+    )
+    output = runner.execute(plan.build())
+    assert output.failed == (1, 2)
+    assert all(0 <= token < SIZES["vocab_size"] for token in tokens_of(output))
 
 
 def test_a_freed_row_is_forgotten(runner: ModelRunner) -> None:

@@ -25,6 +25,15 @@ def address(tensor: Tensor | None) -> int | None:
     return tensor.data_ptr()
 
 
+def paged_struct(kv_cache: Tensor) -> PagedStruct:
+    """The part that says where a cache lies, which must outlive it; no sequences."""
+    check_kv_cache(kv_cache)
+    _, num_layers, _, kv_heads, block_size, head_dim = kv_cache.shape
+    return PagedStruct(
+        cache=address(kv_cache), num_layers=num_layers, kv_heads=kv_heads, block_size=block_size, head_dim=head_dim
+    )
+
+
 class NativeAttentionStep:
     """`AttentionStep` over a bfloat16 cache.
 
@@ -34,30 +43,17 @@ class NativeAttentionStep:
     """
 
     def __init__(self, library: Library, metadata: AttentionMetadata, kv_cache: Tensor) -> None:
-        check_kv_cache(kv_cache)
-        _, num_layers, _, kv_heads, block_size, head_dim = kv_cache.shape
         self._library = library
-        self._shape = (kv_heads, head_dim)
         tables = metadata.block_tables.contiguous()
         self.slot_mapping = metadata.slot_mapping.contiguous()
         self._keep = (kv_cache, metadata, tables)
-        self.paged = PagedStruct(
-            cache=address(kv_cache),
-            num_layers=num_layers,
-            kv_heads=kv_heads,
-            block_size=block_size,
-            head_dim=head_dim,
-            num_sequences=len(metadata.seq_lens),
-            query_start=address(metadata.query_start_loc),
-            seq_lens=address(metadata.seq_lens),
-            block_tables=address(tables),
-            table_stride=tables.shape[1] if tables.dim() == 2 else 0,
-        )
-        if (runs := metadata.shared_runs) is not None:
-            self.paged.num_runs = len(runs.num_blocks)
-            self.paged.run_blocks = address(runs.num_blocks)
-            self.paged.run_start = address(runs.starts)
-            self.paged.run_members = address(runs.members)
+        self.paged = paged_struct(kv_cache)
+        self.paged.num_sequences = len(metadata.seq_lens)
+        self.paged.query_start = address(metadata.query_start_loc)
+        self.paged.seq_lens = address(metadata.seq_lens)
+        self.paged.block_tables = address(tables)
+        self.paged.table_stride = tables.shape[1] if tables.dim() == 2 else 0
+        self.paged.share(metadata.shared_runs)
 
     def write(self, layer: int, key_value: Tensor) -> None:
         values = key_value.float().contiguous()

@@ -10,12 +10,15 @@ import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from chatserve_kernels.cpu.backend import NativeAttentionStep, address
+from chatserve_kernels.cpu.backend import address, paged_struct
 from chatserve_kernels.cpu.library import LayerStruct, Library, NetworkStruct, StepStruct
 from chatserve_kernels.cpu.weights import Arena, Matrix, PackedLinear
+from chatserve_kernels.interface import StepBatch, StepLogits
 
 # Gate and up projections are interleaved in runs of this many rows, so that one tile pair holds both halves of a
 # gated unit and only their product is stored.
@@ -61,6 +64,7 @@ class NativeDecoder:
     """Packed weights, ready to run.
 
     Args:
+        embedding: bfloat16 [vocabulary, hidden].
         cos, sin: float32 [positions, head_dim]; sin is signed as `chatserve_kernels.interface.Backend.rotate` says.
     """
 
@@ -68,6 +72,7 @@ class NativeDecoder:
         self,
         library: Library,
         sizes: Sizes,
+        embedding: Tensor,
         layers: Sequence[LayerWeights],
         final_norm: Tensor,
         head: Matrix,
@@ -75,8 +80,13 @@ class NativeDecoder:
         sin: Tensor,
     ) -> None:
         self._library = library
-        self._vocab_size = head.outputs
-        self._keep: list[object] = [cos, sin, final_norm]
+        self._step = StepStruct()
+        self._shares = False
+        self._kv_cache: Tensor | None = None
+        self._tables: npt.NDArray[np.int64] | None = None
+        self._logits = torch.empty(0, head.outputs)
+        self._make_room(0, 0)
+        self._keep: list[object] = [cos, sin, embedding, final_norm]
         matrices = [m for layer in layers for m in (layer.qkv, layer.output, layer.gate_up, layer.down)]
         arena = Arena(sum(Arena.size_of(library, m.kind, m.outputs, m.inputs) for m in (*matrices, head)))
 
@@ -108,27 +118,40 @@ class NativeDecoder:
             layers=structs,
             cos=address(cos),
             sin=address(sin),
+            embedding=address(embedding),
             final_norm=address(final_norm),
             head=pack(head).struct,
         )
+        self._addresses = ctypes.addressof(self._network), ctypes.addressof(self._step)
 
-    def forward(self, hidden: Tensor, positions: Tensor, attention: NativeAttentionStep) -> Tensor:
-        """Run every layer.
+    def run(self, batch: StepBatch, kv_cache: Tensor) -> StepLogits:
+        """One step over a bfloat16 cache, in one call of the kernels."""
+        num_samples = len(batch.token_ids if batch.sources is None else batch.sources) // 4
+        if kv_cache is not self._kv_cache or batch.block_tables is not self._tables:
+            self._step.paged = paged_struct(kv_cache)
+            self._step.paged.block_tables = batch.block_tables.ctypes.data
+            self._step.paged.table_stride = batch.block_tables.shape[1]
+            self._kv_cache, self._tables = kv_cache, batch.block_tables
+        if num_samples > len(self._best) or len(batch.rows) // 4 > len(self._finite):
+            self._make_room(num_samples, len(batch.rows) // 4)
+        if batch.shared_runs is not None or self._shares:
+            self._step.paged.share(batch.shared_runs)
+            self._shares = batch.shared_runs is not None
+        failed = self._library.run(*self._addresses, batch, num_samples)
+        return StepLogits(
+            self._logits,
+            self._best[:num_samples],
+            tuple(np.flatnonzero(~self._finite[: len(batch.rows) // 4]).tolist()) if failed else (),
+        )
 
-        Args:
-            hidden: float32 [T, hidden], the embedded tokens; overwritten and returned.
-            positions: int64 [T].
-        """
-        step = StepStruct(len(hidden), address(positions), address(attention.slot_mapping), attention.paged)
-        self._library.call("cs_forward", ctypes.byref(self._network), ctypes.byref(step), address(hidden))
-        return hidden
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """float32 [s, hidden] → float32 [s, vocabulary]: final norm and head."""
-        hidden = hidden.contiguous()
-        out = torch.empty(len(hidden), self._vocab_size)
-        self._library.call("cs_logits", ctypes.byref(self._network), address(hidden), len(hidden), address(out))
-        return out
+    def _make_room(self, num_samples: int, num_sequences: int) -> None:
+        """Memory for results, kept from step to step: the system's new pages cost more than the product that fills
+        them, and here, where caches are full of weights, every line of Python costs microseconds."""
+        self._logits = torch.empty(num_samples, self._logits.shape[1])
+        self._best = np.empty(num_samples, dtype=np.int64)
+        self._finite = np.empty(num_sequences, dtype=np.bool_)
+        self._step.logits, self._step.best = self._logits.data_ptr(), self._best.ctypes.data
+        self._step.finite = self._finite.ctypes.data
 
 
 def interleave_gate_up(gate: Tensor, up: Tensor) -> Tensor:

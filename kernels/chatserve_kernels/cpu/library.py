@@ -9,13 +9,14 @@ from __future__ import annotations
 import ctypes
 import threading
 import weakref
-from ctypes import POINTER, Structure, c_double, c_int, c_int64, c_void_p
+from ctypes import POINTER, Structure, c_char_p, c_double, c_int, c_int64, c_void_p
 from pathlib import Path
 from typing import ClassVar
 
 from chatserve_kernels.cpu.build import BuildError
+from chatserve_kernels.interface import SharedRuns, StepBatch
 
-ABI_VERSION = 4
+ABI_VERSION = 5
 
 
 class LinearStruct(Structure):
@@ -44,11 +45,19 @@ class PagedStruct(Structure):
         ("seq_lens", c_void_p),
         ("block_tables", c_void_p),
         ("table_stride", c_int64),
+        ("table_rows", c_void_p),
         ("num_runs", c_int64),
-        ("run_blocks", c_void_p),
-        ("run_start", c_void_p),
-        ("run_members", c_void_p),
+        ("run_blocks", c_char_p),
+        ("run_start", c_char_p),
+        ("run_members", c_char_p),
     ]
+
+    def share(self, runs: SharedRuns | None) -> None:
+        """Say which blocks several sequences begin with."""
+        self.num_runs = 0
+        if runs is not None:
+            self.num_runs = len(runs.num_blocks) // 4
+            self.run_blocks, self.run_start, self.run_members = runs.num_blocks, runs.starts, runs.members
 
 
 class LayerStruct(Structure):
@@ -81,19 +90,26 @@ class NetworkStruct(Structure):
         ("layers", POINTER(LayerStruct)),
         ("cos", c_void_p),
         ("sin", c_void_p),
+        ("embedding", c_void_p),
         ("final_norm", c_void_p),
         ("head", LinearStruct),
     ]
 
 
 class StepStruct(Structure):
-    """One step's tokens: see ``src/decoder.h``."""
+    """One step's tokens: see ``src/decoder.h``. What changes with every step is an argument of ``cs_run`` instead."""
 
     _fields_: ClassVar = [
         ("num_tokens", c_int64),
-        ("positions", c_void_p),
-        ("slot_mapping", c_void_p),
+        ("num_samples", c_int64),
+        ("num_computed", c_void_p),
+        ("num_new", c_void_p),
+        ("token_ids", c_void_p),
+        ("sources", c_void_p),
         ("paged", PagedStruct),
+        ("finite", c_void_p),
+        ("logits", c_void_p),
+        ("best", c_void_p),
     ]
 
 
@@ -118,8 +134,6 @@ _STATUS_FUNCTIONS: dict[str, list[type]] = {
     ],
     "cs_write_cache": [c_void_p, POINTER(PagedStruct), c_int64, c_int64, c_void_p, c_void_p],
     "cs_attend": [c_void_p, POINTER(PagedStruct), c_int64, c_int64, c_void_p, c_double, c_int64, c_void_p],
-    "cs_forward": [c_void_p, POINTER(NetworkStruct), POINTER(StepStruct), c_void_p],
-    "cs_logits": [c_void_p, POINTER(NetworkStruct), c_void_p, c_int64, c_void_p],
     "cs_argmax": [c_void_p, c_void_p, c_int64, c_int64, c_void_p],
     "cs_draw": [c_void_p, c_void_p, c_int64, POINTER(DrawsStruct), c_void_p],
 }
@@ -150,6 +164,12 @@ class Library:
         functions = self._functions
         for name, types in _STATUS_FUNCTIONS.items():
             getattr(functions, name).argtypes = types
+        functions.cs_run.argtypes = [
+            *(c_void_p, c_void_p, c_void_p),
+            *(c_int64, c_char_p, c_char_p, c_char_p),
+            *(c_int64, c_char_p, c_int64, c_char_p),
+        ]
+        functions.cs_run.restype = c_int64
         functions.cs_create.argtypes = [c_int, c_int]
         functions.cs_create.restype = c_void_p
         functions.cs_destroy.argtypes = [c_void_p]
@@ -188,6 +208,25 @@ class Library:
     def packed_bytes(self, kind: int, outputs: int, inputs: int) -> int:
         """Size of a matrix in the kernels' layout."""
         return int(self._functions.cs_packed_bytes(kind, outputs, inputs))
+
+    def run(self, network: int, step: int, batch: StepBatch, num_samples: int) -> int:
+        """Run one step; the number of sequences that were not finite.
+
+        Args:
+            network, step: addresses of a `NetworkStruct` and a `StepStruct`.
+
+        Raises:
+            MemoryError: scratch memory could not be had.
+        """
+        rows, tokens = batch.rows, batch.token_ids
+        with self._lock:
+            failed: int = self._functions.cs_run(
+                *(self._context, network, step, len(rows) // 4, rows, batch.num_computed, batch.num_new),
+                *(len(tokens) // 4, tokens, num_samples, batch.sources),
+            )
+        if failed < 0:
+            raise MemoryError("cs_run: no memory for scratch buffers")
+        return failed
 
     def call(self, name: str, *arguments: object) -> None:
         """Run one of the functions that take the context and answer with a status.

@@ -27,7 +27,7 @@ int guarded(const F& body) {
 
 extern "C" {
 
-CS_EXPORT int cs_abi_version() { return 4; }
+CS_EXPORT int cs_abi_version() { return 5; }
 
 CS_EXPORT Context* cs_create(int threads, int fixed) {
 #if defined(CS_AMX)
@@ -81,12 +81,23 @@ CS_EXPORT int cs_attend(Context* context, const cs::Paged* paged, int64_t layer,
   return guarded([&] { context->attend_layer(*paged, layer, heads, query, float(scale), window, out); });
 }
 
-CS_EXPORT int cs_forward(Context* context, const cs::Network* network, const cs::Step* step, float* hidden) {
-  return guarded([&] { context->forward(*network, *step, hidden); });
-}
-
-CS_EXPORT int cs_logits(Context* context, const cs::Network* network, const float* hidden, int64_t rows, float* out) {
-  return guarded([&] { context->logits(*network, hidden, rows, out); });
+// What changes with every step comes as arguments: filling in a structure from Python costs more. The number of
+// sequences that were not finite, or -1 without memory.
+CS_EXPORT int64_t cs_run(Context* context, const cs::Network* network, const cs::Step* fixed, int64_t num_sequences,
+                         const int32_t* rows, const int32_t* num_computed, const int32_t* num_new, int64_t num_tokens,
+                         const int32_t* token_ids, int64_t num_samples, const int32_t* sources) {
+  cs::Step step = *fixed;
+  step.paged.num_sequences = num_sequences;
+  step.paged.table_rows = rows;
+  step.num_computed = num_computed;
+  step.num_new = num_new;
+  step.num_tokens = num_tokens;
+  step.token_ids = token_ids;
+  step.num_samples = num_samples;
+  step.sources = sources;
+  int64_t failed = 0;
+  const int status = guarded([&] { failed = context->run(*network, step); });
+  return status == 0 ? failed : -1;
 }
 
 CS_EXPORT int cs_argmax(Context* context, const float* x, int64_t rows, int64_t columns, int64_t* best) {

@@ -45,7 +45,6 @@ class Planner {
  private:
   int64_t query_len(int64_t s) const { return paged_.query_start[s + 1] - paged_.query_start[s]; }
   int64_t past(int64_t s) const { return paged_.seq_lens[s] - query_len(s); }
-  const int64_t* table(int64_t s) const { return paged_.block_tables + s * paged_.table_stride; }
 
   void place_tokens() {
     for (int64_t s = 0; s < paged_.num_sequences; ++s)
@@ -63,7 +62,7 @@ class Planner {
 
   // Runs are a hint: one whose members do not continue one and the same earlier run is left alone.
   void add_run(int64_t run) {
-    const int64_t* members = paged_.run_members + paged_.run_start[run];
+    const int32_t* members = paged_.run_members + paged_.run_start[run];
     const int64_t count = paged_.run_start[run + 1] - paged_.run_start[run];
     const int64_t end = paged_.run_blocks[run] * paged_.block_size;
     if (count < 2) return;
@@ -77,7 +76,7 @@ class Planner {
       for (int64_t t = paged_.query_start[members[i]]; t < paged_.query_start[members[i] + 1]; ++t)
         plan_.order.push_back(t);
     }
-    add_pieces(table(members[0]), first, int64_t(plan_.order.size()) - first, begin, end, false);
+    add_pieces(paged_.table(members[0]), first, int64_t(plan_.order.size()) - first, begin, end, false);
   }
 
   void add_sequence(int64_t s) {
@@ -85,7 +84,7 @@ class Planner {
     for (int64_t first = 0; first < query_len(s); first += tokens) {
       const int64_t count = std::min(tokens, query_len(s) - first);
       const int64_t seen = window_ > 0 ? std::max<int64_t>(0, past(s) + first - window_ + 1) / kStep * kStep : 0;
-      add_pieces(table(s), paged_.query_start[s] + first, count, std::max(shared, seen), past(s) + first + count,
+      add_pieces(paged_.table(s), paged_.query_start[s] + first, count, std::max(shared, seen), past(s) + first + count,
                  shared == 0);
     }
   }

@@ -21,14 +21,19 @@ struct Paged {
   int64_t num_sequences;
   const int64_t* query_start;   // [num_sequences + 1]
   const int64_t* seq_lens;      // [num_sequences]
-  const int64_t* block_tables;  // [num_sequences][table_stride]
+  const int64_t* block_tables;  // [rows][table_stride]
   int64_t table_stride;
+  const int32_t* table_rows;  // [num_sequences], or null: in order
   // Runs of blocks at the beginning of several tables, a longer one after those that it continues: run i holds the
   // first run_blocks[i] blocks of the sequences run_members[run_start[i] … run_start[i + 1]).
   int64_t num_runs;
-  const int64_t* run_blocks;   // [num_runs]
-  const int64_t* run_start;    // [num_runs + 1]
-  const int64_t* run_members;  // [run_start[num_runs]]
+  const int32_t* run_blocks;   // [num_runs]
+  const int32_t* run_start;    // [num_runs + 1]
+  const int32_t* run_members;  // [run_start[num_runs]]
+
+  const int64_t* table(int64_t sequence) const {
+    return block_tables + (table_rows == nullptr ? sequence : table_rows[sequence]) * table_stride;
+  }
 
   // Token `slot` of a block's keys (part 0) or values (part 1).
   uint16_t* row(int64_t block, int64_t layer, int64_t part, int64_t head, int64_t slot) const {

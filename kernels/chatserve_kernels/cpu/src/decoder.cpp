@@ -6,17 +6,7 @@ namespace cs {
 
 namespace {
 
-constexpr int64_t kRowsAtOnce = 512;    // rows whose activations stay in the L2 cache between two projections
-constexpr int64_t kTokensPerTask = 16;  // of work that costs well under a microsecond each
-
-template <class F>
-void for_tokens(ThreadPool& pool, int64_t count, const F& body) {
-  pool.run(int((count + kTokensPerTask - 1) / kTokensPerTask), [&](int task) {
-    const int64_t end = std::min(count, (task + 1) * kTokensPerTask);
-    for (int64_t token = task * kTokensPerTask; token < end; ++token) body(token);
-  });
-}
-
+constexpr int64_t kRowsAtOnce = 512;  // rows whose activations stay in the L2 cache between two projections
 void normalise(float* x, int64_t dim, const float* weight, float eps) {
   float sum = 0.0f;
 #pragma omp simd reduction(+ : sum)
@@ -48,8 +38,8 @@ void write_token(const Paged& paged, int64_t layer, int64_t slot, const float* k
 
 void write_cache(ThreadPool& pool, const Paged& paged, int64_t layer, int64_t num_tokens, const int64_t* slot_mapping,
                  const float* key_value, int64_t stride) {
-  for_tokens(pool, num_tokens,
-             [&](int64_t t) { write_token(paged, layer, slot_mapping[t], key_value + t * stride); });
+  pool.run_tokens(num_tokens,
+                  [&](int64_t t) { write_token(paged, layer, slot_mapping[t], key_value + t * stride); });
 }
 
 bool Context::tiled(const Linear& linear, int rows) const {
@@ -77,8 +67,8 @@ void Context::attend_layer(const Paged& paged, int64_t layer, int64_t heads, con
   attend(pool, paged, plan, layer, heads, query, stride, scale, window, amx, records_, out, stride);
 }
 
-void Context::forward(const Network& net, const Step& step, float* hidden) {
-  const int64_t tokens = step.num_tokens, dim = net.head_dim;
+void Context::forward(const Network& net, const Paged& paged, const Layout& layout, float* hidden) {
+  const int64_t tokens = int64_t(layout.positions.size()), dim = net.head_dim;
   const int64_t query_size = net.heads * dim, qkv_size = (net.heads + 2 * net.kv_heads) * dim;
   const float eps = float(net.eps), scale = 1.0f / std::sqrt(float(dim));
   float* qkv = qkv_.reserve(size_t(tokens * qkv_size));
@@ -89,20 +79,20 @@ void Context::forward(const Network& net, const Step& step, float* hidden) {
     const Layer& layer = net.layers[l];
     auto plan = plans.find(layer.window);
     if (plan == plans.end())
-      plan = plans.emplace(layer.window, plan_attention(step.paged, net.heads, layer.window, pool.size(), fixed)).first;
+      plan = plans.emplace(layer.window, plan_attention(paged, net.heads, layer.window, pool.size(), fixed)).first;
     project(layer.qkv, hidden, net.hidden, tokens, layer.input_norm, eps, Epilogue::kStore, qkv, qkv_size);
-    for_tokens(pool, tokens, [&](int64_t t) {
-      const float* cos = net.cos + step.positions[t] * dim;
-      const float* sin = net.sin + step.positions[t] * dim;
+    pool.run_tokens(tokens, [&](int64_t t) {
+      const float* cos = net.cos + layout.positions[size_t(t)] * dim;
+      const float* sin = net.sin + layout.positions[size_t(t)] * dim;
       float* row = qkv + t * qkv_size;
       for (int64_t h = 0; h < net.heads + net.kv_heads; ++h) {
         const float* weight = h < net.heads ? layer.query_norm : layer.key_norm;
         if (weight != nullptr) normalise(row + h * dim, dim, weight, eps);
         rotate(row + h * dim, dim, cos, sin);
       }
-      write_token(step.paged, l, step.slot_mapping[t], row + query_size);
+      write_token(paged, l, layout.slots[size_t(t)], row + query_size);
     });
-    attend(pool, step.paged, plan->second, l, net.heads, qkv, qkv_size, scale, layer.window, amx, records_, attended,
+    attend(pool, paged, plan->second, l, net.heads, qkv, qkv_size, scale, layer.window, amx, records_, attended,
            query_size);
     project(layer.output, attended, query_size, tokens, nullptr, eps, Epilogue::kAdd, hidden, net.hidden);
     for (int64_t row = 0; row < tokens; row += kRowsAtOnce) {
@@ -118,11 +108,6 @@ void Context::forward(const Network& net, const Step& step, float* hidden) {
       project(layer.down, inner, net.inner, count, nullptr, eps, Epilogue::kAdd, x, net.hidden);
     }
   }
-}
-
-void Context::logits(const Network& net, const float* hidden, int64_t rows, float* out) {
-  project(net.head, hidden, net.hidden, rows, net.final_norm, float(net.eps), Epilogue::kStore, out,
-          net.head.outputs);
 }
 
 }  // namespace cs

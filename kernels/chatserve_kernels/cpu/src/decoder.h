@@ -1,8 +1,11 @@
-// The layers of a decoder network, run in one call: norms, projections, rotation, cache writes, attention, feed-forward.
+// A decoder network, run in one call per step: embedding, norms, projections, rotation, cache writes, attention,
+// feed-forward, head.
 //
 // Knows pointers and sizes that `chatserve_kernels.cpu.decoder` fills in; owns only scratch memory. The residual
 // stream is float32; keys and values are stored as bfloat16.
 #pragma once
+
+#include <vector>
 
 #include "attention.h"
 #include "linear.h"
@@ -25,15 +28,30 @@ struct Network {
   const Layer* layers;
   const float* cos;         // [positions][head_dim]
   const float* sin;         // [positions][head_dim], signed
-  const float* final_norm;  // [hidden]
+  const uint16_t* embedding;  // [vocabulary][hidden], bfloat16
+  const float* final_norm;    // [hidden]
   Linear head;
 };
 
+// One step's ragged batch as the scheduler says it, and where its results go.
 struct Step {
-  int64_t num_tokens;
-  const int64_t* positions;     // [num_tokens]
-  const int64_t* slot_mapping;  // [num_tokens]
-  Paged paged;
+  int64_t num_tokens, num_samples;
+  const int32_t* num_computed;  // [sequences]
+  const int32_t* num_new;       // [sequences]
+  const int32_t* token_ids;     // [num_tokens]
+  const int32_t* sources;       // [num_samples], sequences whose last token's logits are wanted; null: all tokens'
+  Paged paged;                  // but for query_start and seq_lens, which follow
+  uint8_t* finite;              // [sequences] out
+  float* logits;                // [num_samples][vocabulary] out; zeros where they are not finite
+  int64_t* best;                // [num_samples] out, the largest logit
+};
+
+// A step's tokens one by one.
+struct Layout {
+  std::vector<int64_t> query_start, seq_lens;  // [sequences + 1], [sequences]
+  std::vector<int64_t> positions, slots;       // [num_tokens]
+  std::vector<int32_t> sequence;               // [num_tokens]
+  std::vector<uint8_t> finite;                 // [num_tokens]
 };
 
 class Context {
@@ -41,10 +59,8 @@ class Context {
   // `fixed`: what a token gives does not depend on what else is in its step.
   Context(int threads, bool tiles, bool fixed) : pool(threads), tiles(tiles), amx(tiles && !fixed), fixed(fixed) {}
 
-  // hidden [num_tokens][hidden], in place.
-  void forward(const Network& network, const Step& step, float* hidden);
-  // out [rows][vocabulary] = head(norm(hidden)).
-  void logits(const Network& network, const float* hidden, int64_t rows, float* out);
+  // A whole step, from tokens to logits (step.cpp). The number of sequences that were not finite.
+  int64_t run(const Network& network, const Step& step);
   // out = epilogue(linear(norm(x))).
   void project(const Linear& linear, const float* x, int64_t x_stride, int64_t rows, const float* norm, float eps,
                Epilogue epilogue, float* out, int64_t out_stride);
@@ -58,11 +74,14 @@ class Context {
   const bool tiles, amx, fixed;
 
  private:
+  // Every layer; hidden [tokens][hidden], in place.
+  void forward(const Network& network, const Paged& paged, const Layout& layout, float* hidden);
   // Whether so many rows are multiplied in tiles.
   bool tiled(const Linear& linear, int rows) const;
 
+  Layout layout_;
   Activation activation_, gated_;
-  Buffer<float> qkv_, attended_, inner_, records_;
+  Buffer<float> hidden_, sampled_, qkv_, attended_, inner_, records_;
 };
 
 // Store this step's keys and values (key_value [tokens][stride]: keys of all heads, then values) in their slots.

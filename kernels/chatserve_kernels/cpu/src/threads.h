@@ -23,6 +23,8 @@ inline void relax() {
 #endif
 }
 
+constexpr int64_t kTokensPerTask = 16;  // of work that costs well under a microsecond each
+
 class ThreadPool {
  public:
   explicit ThreadPool(int threads) {
@@ -53,6 +55,15 @@ class ThreadPool {
       if (spins < kSpins) relax();
       else std::this_thread::yield();
     }
+  }
+
+  // body(token) for every token in [0, count): see kTokensPerTask.
+  template <class F>
+  void run_tokens(int64_t count, const F& body) {
+    run(int((count + kTokensPerTask - 1) / kTokensPerTask), [&](int task) {
+      const int64_t end = count < (task + 1) * kTokensPerTask ? count : (task + 1) * kTokensPerTask;
+      for (int64_t token = task * kTokensPerTask; token < end; ++token) body(token);
+    });
   }
 
  private:
