@@ -44,7 +44,7 @@ class CacheConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """KV memory.
 
     Attributes:
-        block_size: tokens per block, a power of two.
+        block_size: tokens per block, a power of two from 2 on.
         num_blocks: exact pool size; wins over ``kv_cache_memory_bytes``.
         kv_cache_memory_bytes: pool size in bytes; ``None`` takes a share of the memory that is free.
         swap_space_gib: size of the host tier, to which blocks are demoted when the pool is full. On a CPU both

@@ -130,7 +130,7 @@ SETTINGS = (
         spellings={"half": "float16", "float": "float32"},
     ),
     Setting("engine.model.max_model_len", "--max-model-len", "Tokens of prompt and output together.", kind="size"),
-    Setting("engine.cache.block_size", "--block-size", "Tokens per KV block, a power of two."),
+    Setting("engine.cache.block_size", "--block-size", "Tokens per KV block, a power of two from 2 on."),
     Setting("engine.cache.num_blocks", "--num-gpu-blocks-override", "Exact number of KV blocks."),
     Setting("engine.cache.kv_cache_memory_bytes", "--kv-cache-memory-bytes", "Size of the KV cache.", kind="size"),
     Setting("engine.cache.swap_space_gib", "--swap-space", "GiB of host memory that blocks are demoted to; 0 is none."),

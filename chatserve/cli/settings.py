@@ -198,8 +198,8 @@ def _convert(values: Mapping[str, object], origins: Mapping[str, str]) -> Config
 def _check(config: Config, origins: Mapping[str, str]) -> None:
     """Rules that a type cannot say."""
     block_size = config.engine.cache.block_size
-    if block_size & (block_size - 1):
-        raise _complaint("engine.cache.block_size", f"must be a power of two, not {block_size}", origins)
+    if block_size < 2 or block_size & (block_size - 1):
+        raise _complaint("engine.cache.block_size", f"must be a power of two from 2 on, not {block_size}", origins)
     if config.engine.model.trust_remote_code:
         raise _complaint("engine.model.trust_remote_code", "code from model folders is never run", origins)
     for proxy in config.server.trusted_proxies:

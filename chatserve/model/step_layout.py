@@ -10,7 +10,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from chatserve_kernels.interface import AttentionMetadata, StepBatch
-from torch import Tensor
 
 _Int64 = npt.NDArray[np.int64]
 
@@ -32,13 +31,6 @@ def lay_out(batch: StepBatch, block_size: int) -> tuple[_Int64, AttentionMetadat
         slot_mapping=torch.from_numpy(slots),
         shared_runs=batch.shared_runs,
     )
-
-
-def clear_slots(kv_cache: Tensor, slots: Tensor) -> None:
-    """Zero what a sequence that is not finite wrote, so that whoever gets its blocks next reads finite padding."""
-    block_size = kv_cache.shape[4]
-    block = slots.div(block_size, rounding_mode="floor")
-    kv_cache[block, :, :, :, slots % block_size] = 0.0
 
 
 def int64(data: bytes) -> _Int64:

@@ -20,7 +20,7 @@ from chatserve.model.architecture import Architecture
 from chatserve.model.linear import Linear
 from chatserve.model.native import Quantization, make_decoder
 from chatserve.model.rope import rope_tables
-from chatserve.model.step_layout import clear_slots, int64, lay_out
+from chatserve.model.step_layout import int64, lay_out
 from chatserve.model.weights import Checkpoint
 
 # A long prefill runs its feed-forward in pieces of this many tokens: the wide activations then stay in the L2 cache.
@@ -100,8 +100,9 @@ class Transformer:
         starts = metadata.query_start_loc.numpy()
         finite = np.logical_and.reduceat(np.isfinite(hidden.float().sum(-1).numpy()), starts[:-1])
         if not finite.all():
+            # Whoever gets these blocks next must read finite padding.
             slots = metadata.slot_mapping.numpy()[~np.repeat(finite, np.diff(starts))]
-            clear_slots(kv_cache, torch.from_numpy(slots))
+            self._backend.clear_slots(kv_cache, torch.from_numpy(slots))
         if batch.sources is None:
             sources = np.repeat(np.arange(len(finite)), np.diff(starts))
         else:

@@ -188,8 +188,8 @@ def _dtype(config: EngineConfig, backend: Backend, folder: Path) -> torch.dtype:
 def _num_blocks(config: EngineConfig, kv_bytes_per_token: int, blocks_per_sequence: int) -> int:
     """Blocks of the pool: as configured, else a share of free memory but no more than a full batch can use."""
     block_size = config.cache.block_size
-    if block_size & (block_size - 1):
-        raise ConfigError(f"block_size must be a power of two; got {block_size}.", param="block_size")
+    if block_size < 2 or block_size & (block_size - 1):
+        raise ConfigError(f"block_size must be a power of two from 2 on; got {block_size}.", param="block_size")
     if config.cache.num_blocks is not None:
         return config.cache.num_blocks
     block_bytes = block_size * kv_bytes_per_token

@@ -124,7 +124,8 @@ def kv_cache_shape(
 ) -> tuple[int, int, int, int, int, int]:
     """Shape of a KV cache: [blocks, L, 2 (key, value), K, B, D].
 
-    One block is one contiguous piece over all layers, so copying, swapping or sending it is one memcpy.
+    One block is one contiguous piece over all layers, so copying, swapping or sending it is one memcpy. In which order
+    the B * D numbers of a block's head lie is the backend's own affair; a cache belongs to one backend.
     """
     return (num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim)
 
@@ -182,6 +183,10 @@ class Backend(Protocol):
             pairs: int64 [c, 2] of (source, destination). No block is both a source and a destination, and no
                 destination appears twice.
         """
+        ...
+
+    def clear_slots(self, kv_cache: Tensor, slots: Tensor) -> None:
+        """Zero what single tokens wrote, all layers; slots int64, as `AttentionMetadata.slot_mapping`."""
         ...
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -54,6 +54,10 @@ class ReferenceBackend:
         for source, destination in pairs.tolist():
             kv_cache[destination] = kv_cache[source]
 
+    def clear_slots(self, kv_cache: Tensor, slots: Tensor) -> None:
+        for slot in slots.tolist():
+            kv_cache[slot // kv_cache.shape[4], :, :, :, slot % kv_cache.shape[4]] = 0.0
+
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         wide = x.float()
         normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)

@@ -38,6 +38,11 @@ class TorchBackend:
         self._decode_groups = []
         kv_cache.index_copy_(0, pairs[:, 1], kv_cache.index_select(0, pairs[:, 0]))
 
+    def clear_slots(self, kv_cache: Tensor, slots: Tensor) -> None:
+        self._decode_groups = []
+        block_size = kv_cache.shape[4]
+        kv_cache[slots // block_size, :, :, :, slots % block_size] = 0.0
+
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return functional.rms_norm(x, (x.shape[-1],), weight, eps)
 

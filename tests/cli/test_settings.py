@@ -109,7 +109,11 @@ def test_known_flags_that_do_nothing_are_refused_by_name(unsupported: flags.Unsu
         ({"port": "70000"}, {}, "server.port: Expected `int` <= 65535 (flag --port)"),
         ({"port": "x"}, {}, "server.port: Expected `int`, got `str` (flag --port)"),
         ({}, {"CHATSERVE_PORT": "tcp://10.0.0.1:80"}, "Kubernetes"),
-        ({"block_size": "12"}, {}, "engine.cache.block_size: must be a power of two, not 12 (flag --block-size)"),
+        (
+            {"block_size": "12"},
+            {},
+            "engine.cache.block_size: must be a power of two from 2 on, not 12 (flag --block-size)",
+        ),
         ({"max_num_seqs": "0"}, {}, "engine.scheduler.max_num_seqs"),
         ({"threads": "-1"}, {}, "engine.threads"),
         ({"dtype": "int4"}, {}, "engine.model.dtype: Invalid enum value 'int4' (flag --dtype)"),

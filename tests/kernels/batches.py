@@ -91,3 +91,21 @@ def naive_attention(batch: Batch, scale: float, window: int | None) -> Tensor:
             rows.append(torch.cat(heads))
             token += 1
     return torch.stack(rows)
+
+
+def in_words(kv_cache: Tensor) -> Tensor:
+    """A copy in the order of the compiled kernels: see ``attention.h``."""
+    blocks, layers, _, heads, block_size, head_dim = kv_cache.shape
+    keys, values = kv_cache.unbind(2)
+    keys = keys.reshape(blocks, layers, heads, block_size, head_dim // 2, 2).transpose(3, 4)
+    values = values.reshape(blocks, layers, heads, block_size // 2, 2, head_dim).transpose(4, 5)
+    return torch.stack([part.reshape(keys.shape[:3] + kv_cache.shape[4:]) for part in (keys, values)], dim=2)
+
+
+def from_words(kv_cache: Tensor) -> Tensor:
+    """A copy in plain order of a cache in the order of the compiled kernels."""
+    blocks, layers, _, heads, block_size, head_dim = kv_cache.shape
+    keys, values = kv_cache.unbind(2)
+    keys = keys.reshape(blocks, layers, heads, head_dim // 2, block_size, 2).transpose(3, 4)
+    values = values.reshape(blocks, layers, heads, block_size // 2, head_dim, 2).transpose(4, 5)
+    return torch.stack([part.reshape(keys.shape[:3] + kv_cache.shape[4:]) for part in (keys, values)], dim=2)

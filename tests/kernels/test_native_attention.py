@@ -10,7 +10,7 @@ from chatserve_kernels.cpu.backend import NativeBackend
 from chatserve_kernels.cpu.build import supported_isas
 from chatserve_kernels.reference import ReferenceBackend
 
-from tests.kernels.batches import Batch, make_batch
+from tests.kernels.batches import Batch, from_words, in_words, make_batch
 from tests.kernels.native import library
 
 
@@ -19,10 +19,14 @@ def backend(request: pytest.FixtureRequest) -> NativeBackend:
     return NativeBackend(library(request.param))
 
 
-def reference(batch: Batch, window: int | None) -> torch.Tensor:
-    """Float32 inside and out, over the same bfloat16 cache (already written)."""
-    step = ReferenceBackend().begin_step(batch.metadata, batch.kv_cache)
-    return step.attend(1, batch.query.float(), 0.2, window)
+def attend(backend: NativeBackend, batch: Batch, window: int | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """The kernels' attention, and the reference's: float32 inside and out, over the cache as the kernels wrote it."""
+    cache = in_words(batch.kv_cache)
+    step = backend.begin_step(batch.metadata, cache)
+    step.write(1, batch.key_value)
+    out = step.attend(1, batch.query.float(), 0.2, window)
+    reference = ReferenceBackend().begin_step(batch.metadata, from_words(cache))
+    return out, reference.attend(1, batch.query.float(), 0.2, window)
 
 
 def assert_close(out: torch.Tensor, expected: torch.Tensor) -> None:
@@ -53,11 +57,7 @@ def test_attention_equals_the_reference(backend: NativeBackend, group: int) -> N
             dtype=torch.bfloat16,
             seed=case,
         )
-        window = rng.choice([None, None, 1, 7, 16])
-        step = backend.begin_step(batch.metadata, batch.kv_cache)
-        step.write(1, batch.key_value)
-        out = step.attend(1, batch.query.float(), 0.2, window)
-        assert_close(out, reference(batch, window))
+        assert_close(*attend(backend, batch, window=rng.choice([None, None, 1, 7, 16])))
 
 
 def test_a_long_past_is_split_and_merged(backend: NativeBackend) -> None:
@@ -65,10 +65,7 @@ def test_a_long_past_is_split_and_merged(backend: NativeBackend) -> None:
     their scores differ wildly."""
     batch = make_batch([(1, 3000)], block_size=16, kv_heads=1, group=3, head_dim=64, dtype=torch.bfloat16)
     batch.kv_cache[batch.metadata.block_tables[0, 100:110], 1, 0] *= 12.0
-    step = backend.begin_step(batch.metadata, batch.kv_cache)
-    step.write(1, batch.key_value)
-    out = step.attend(1, batch.query.float(), 0.2, None)
-    assert_close(out, reference(batch, None))
+    assert_close(*attend(backend, batch, None))
 
 
 def test_a_row_does_not_depend_on_its_batch(backend: NativeBackend) -> None:
@@ -90,11 +87,16 @@ def test_a_row_does_not_depend_on_its_batch(backend: NativeBackend) -> None:
 
 
 def test_writing_rounds_and_touches_its_slots_only(backend: NativeBackend) -> None:
-    """Keys and values land rounded to nearest in exactly their slots of their layer."""
+    """Keys and values land rounded to nearest in exactly their slots of their layer, and are cleared from there."""
     batch = make_batch([(3, 9), (1, 5)], block_size=4, kv_heads=2, group=1, head_dim=32, dtype=torch.bfloat16)
     values = torch.randn(4, 2, 2, 32)
-    expected = batch.kv_cache.clone()
+    cache, expected = in_words(batch.kv_cache), batch.kv_cache.clone()
     for token, slot in enumerate(batch.metadata.slot_mapping.tolist()):
         expected[slot // 4, 1, :, :, slot % 4] = values[token].bfloat16()
-    backend.begin_step(batch.metadata, batch.kv_cache).write(1, values)
-    assert torch.equal(batch.kv_cache, expected)
+    backend.begin_step(batch.metadata, cache).write(1, values)
+    assert torch.equal(from_words(cache), expected)
+    slots = batch.metadata.slot_mapping[[0, 2, 3]]
+    for slot in slots.tolist():
+        expected[slot // 4, :, :, :, slot % 4] = 0.0
+    backend.clear_slots(cache, slots)
+    assert torch.equal(from_words(cache), expected)

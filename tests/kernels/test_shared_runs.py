@@ -14,7 +14,7 @@ from chatserve_kernels.cpu.build import supported_isas
 from chatserve_kernels.interface import SharedRuns
 from chatserve_kernels.reference import ReferenceBackend
 
-from tests.kernels.batches import Batch, make_batch
+from tests.kernels.batches import Batch, from_words, in_words, make_batch
 from tests.kernels.native import library
 
 
@@ -69,10 +69,11 @@ def random_groups(rng: random.Random, full_blocks: list[int]) -> list[tuple[int,
 
 
 def check(backend: NativeBackend, batch: Batch, window: int | None = None) -> None:
-    step = backend.begin_step(batch.metadata, batch.kv_cache)
+    cache = in_words(batch.kv_cache)
+    step = backend.begin_step(batch.metadata, cache)
     step.write(1, batch.key_value)
     out = step.attend(1, batch.query.float(), 0.2, window)
-    expected = ReferenceBackend().begin_step(batch.metadata, batch.kv_cache)
+    expected = ReferenceBackend().begin_step(batch.metadata, from_words(cache))
     wanted = expected.attend(1, batch.query.float(), 0.2, window)
     torch.testing.assert_close(out, wanted, rtol=2e-2, atol=3e-2)
     assert float((out - wanted).norm() / wanted.norm()) < 5e-3

@@ -29,6 +29,8 @@ def paged_struct(kv_cache: Tensor) -> PagedStruct:
     """The part that says where a cache lies, which must outlive it; no sequences."""
     check_kv_cache(kv_cache)
     _, num_layers, _, kv_heads, block_size, head_dim = kv_cache.shape
+    if block_size % 2 or head_dim % 2:
+        raise ValueError(f"block_size ({block_size}) and head_dim ({head_dim}) must be even: the cache is in pairs.")
     return PagedStruct(
         cache=address(kv_cache), num_layers=num_layers, kv_heads=kv_heads, block_size=block_size, head_dim=head_dim
     )
@@ -87,6 +89,17 @@ class NativeBackend:
 
     def copy_blocks(self, kv_cache: Tensor, pairs: Tensor) -> None:
         self._torch.copy_blocks(kv_cache, pairs)
+
+    def clear_slots(self, kv_cache: Tensor, slots: Tensor) -> None:
+        if kv_cache.dtype != torch.bfloat16:
+            self._torch.clear_slots(kv_cache, slots)
+            return
+        block_size, head_dim = kv_cache.shape[4:]
+        block, offset = slots // block_size, slots % block_size
+        # In words of two, see src/attention.h.
+        keys, values = kv_cache.unbind(2)
+        keys.view(*keys.shape[:3], head_dim // 2, block_size, 2)[block, :, :, :, offset] = 0.0
+        values.view(*values.shape[:3], block_size // 2, head_dim, 2)[block, :, :, offset // 2, :, offset % 2] = 0.0
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return self._torch.rms_norm(x, weight, eps)

@@ -1,7 +1,7 @@
 // AMX tiles: permission, configuration and instructions.
 //
 // Own wrappers because those of GCC 12 tell the compiler nothing about the memory they touch: it then drops or moves
-// the stores that fill a tile's source. All tiles are 16 rows of 64 bytes.
+// the stores that fill a tile's source.
 #pragma once
 
 #include "common.h"
@@ -19,18 +19,24 @@ inline bool amx_granted() {
   return granted;
 }
 
-// Holds the tile configuration while in scope, and leaves none behind for whoever runs next on this thread.
-// Tiles 0…4 have 16 rows; 5, 6 and 7 have `short_rows`: fewer rows take less time.
+// Rows and bytes per row of each of the eight tiles. Fewer rows take less time.
+struct TileShapes {
+  uint8_t rows[8] = {16, 16, 16, 16, 16, 16, 16, 16};
+  uint16_t bytes[8] = {64, 64, 64, 64, 64, 64, 64, 64};
+};
+
+// Holds a tile configuration while in scope, and leaves none behind for whoever runs next on this thread.
 class TileScope {
  public:
-  explicit TileScope(int short_rows = 16) {
+  explicit TileScope(const TileShapes& shapes) {
     struct alignas(64) Config {
       uint8_t palette = 1, start_row = 0, reserved[14] = {};
-      uint16_t column_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
-      uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
+      uint16_t column_bytes[16] = {};
+      uint8_t rows[16] = {};
     } config;
     static_assert(sizeof(Config) == 64);
-    config.rows[5] = config.rows[6] = config.rows[7] = uint8_t(short_rows);
+    std::copy_n(shapes.rows, 8, config.rows);
+    std::copy_n(shapes.bytes, 8, config.column_bytes);
     asm volatile("ldtilecfg %0" ::"m"(config) : "memory");
   }
   ~TileScope() { asm volatile("tilerelease" ::: "memory"); }

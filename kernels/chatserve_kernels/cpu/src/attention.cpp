@@ -189,9 +189,9 @@ void attend(ThreadPool& pool, const Paged& paged, const AttentionPlan& plan, int
   const bool tiles = amx && can_attend_tiles(paged), vectors = can_attend_vectors(paged);
   pool.run(int(plan.tasks.size()), [&](int i) {
     const Task& task = plan.tasks[size_t(i)];
-    if (!tiles && vectors) return attend_vectors(call, task);
-    for (int64_t head = 0; head < task.heads; ++head)
-      (tiles ? attend_tiles : attend_portable)(call, call.one_head(task, head));
+    if (tiles) return attend_tiles(call, task);
+    if (vectors) return attend_vectors(call, task);
+    for (int64_t head = 0; head < task.heads; ++head) attend_portable(call, call.one_head(task, head));
   });
   const int merges = int(plan.merge_token.size());
   pool.run((merges + kMergesPerTask - 1) / kMergesPerTask, [&](int i) {

@@ -14,7 +14,11 @@
 
 namespace cs {
 
-// The cache of one step, layout [blocks, layers, 2, kv_heads, block_size, head_dim], and where its sequences lie.
+// The cache of one step, and where its sequences lie.
+//
+// Layout [blocks, layers, 2, kv_heads] of tiles that hold block_size tokens (an even number) in words of two numbers, as
+// they are multiplied: of keys two elements of one token, [head_dim / 2][block_size][2]; of values one element of two
+// tokens, [block_size / 2][head_dim][2].
 struct Paged {
   uint16_t* cache;
   int64_t num_layers, kv_heads, block_size, head_dim;
@@ -35,10 +39,13 @@ struct Paged {
     return block_tables + (table_rows == nullptr ? sequence : table_rows[sequence]) * table_stride;
   }
 
-  // Token `slot` of a block's keys (part 0) or values (part 1).
-  uint16_t* row(int64_t block, int64_t layer, int64_t part, int64_t head, int64_t slot) const {
-    return cache + ((((block * num_layers + layer) * 2 + part) * kv_heads + head) * block_size + slot) * head_dim;
+  // A block's keys (part 0) or values (part 1) of one head.
+  uint16_t* tile(int64_t block, int64_t layer, int64_t part, int64_t head) const {
+    return cache + (((block * num_layers + layer) * 2 + part) * kv_heads + head) * block_size * head_dim;
   }
+  // Where in it element d of the token in `slot` is.
+  int64_t key_index(int64_t slot, int64_t d) const { return (d / 2 * block_size + slot) * 2 + d % 2; }
+  int64_t value_index(int64_t slot, int64_t d) const { return (slot / 2 * head_dim + d) * 2 + slot % 2; }
 };
 
 // Query tokens that attend to one range of one table's positions.

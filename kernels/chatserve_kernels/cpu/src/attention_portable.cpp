@@ -18,10 +18,11 @@ void attend_portable(const Call& call, const Task& task) {
       const int64_t count = std::min<int64_t>(kStep, std::min(task.end, last + 1) - from);
       float score[kStep], highest = maximum;
       for (int64_t i = 0; i < count; ++i) {
-        const uint16_t* k = call.kv(task, from + i, 0);
+        const uint16_t* k = call.tile(task, from + i, 0);
+        const int64_t slot = (from + i) % call.paged.block_size;
         float dot = 0.0f;
 #pragma omp simd reduction(+ : dot)
-        for (int64_t d = 0; d < dim; ++d) dot += q[d] * bf16_to_float(k[d]);
+        for (int64_t d = 0; d < dim; ++d) dot += q[d] * bf16_to_float(k[call.paged.key_index(slot, d)]);
         score[i] = dot * call.scale;
         if (!(score[i] <= highest)) highest = score[i];  // a NaN becomes the maximum and stays
       }
@@ -30,9 +31,10 @@ void attend_portable(const Call& call, const Task& task) {
       for (int64_t d = 0; d < dim; ++d) acc[d] *= shrink;
       for (int64_t i = 0; i < count; ++i) {
         const float p = std::exp(score[i] - highest);
-        const uint16_t* v = call.kv(task, from + i, 1);
+        const uint16_t* v = call.tile(task, from + i, 1);
+        const int64_t slot = (from + i) % call.paged.block_size;
         sum += p;
-        for (int64_t d = 0; d < dim; ++d) acc[d] += p * bf16_to_float(v[d]);
+        for (int64_t d = 0; d < dim; ++d) acc[d] += p * bf16_to_float(v[call.paged.value_index(slot, d)]);
       }
       maximum = highest;
     }

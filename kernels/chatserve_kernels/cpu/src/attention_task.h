@@ -49,19 +49,9 @@ struct Call {
     tail[1] = sum;
   }
 
-  const uint16_t* kv(const Task& t, int64_t position, int64_t part) const {
-    return paged.row(t.table[position / paged.block_size], layer, part, t.head, position % paged.block_size);
-  }
-
-  // Fetch the keys and values of up to `count` positions from `from` on: blocks lie far apart, so the hardware cannot
-  // guess where the next one is.
-  void prefetch(const Task& t, int64_t from, int64_t count) const {
-    const int64_t run = std::min<int64_t>(16, paged.block_size), bytes = run * paged.head_dim * 2;
-    for (int64_t at = from; at < std::min(t.end, from + count); at += run)
-      for (int part = 0; part < 2; ++part) {
-        const char* piece = reinterpret_cast<const char*>(kv(t, at, part));
-        for (int64_t line = 0; line < bytes; line += 64) __builtin_prefetch(piece + line);
-      }
+  // The tile of keys (part 0) or values (part 1) that a position lies in.
+  const uint16_t* tile(const Task& t, int64_t position, int64_t part) const {
+    return paged.tile(t.table[position / paged.block_size], layer, part, t.head);
   }
 
  private:
@@ -69,7 +59,7 @@ struct Call {
   int64_t column(int64_t head, int64_t row) const { return (head * group() + row) * paged.head_dim; }
 };
 
-// One task in one of the ways: each writes its rows of out, or their records. All but attend_vectors() take one head.
+// One task in one of the ways: each writes its rows of out, or their records. attend_portable() takes one head.
 void attend_portable(const Call& call, const Task& task);
 bool can_attend_vectors(const Paged& paged);
 void attend_vectors(const Call& call, const Task& task);

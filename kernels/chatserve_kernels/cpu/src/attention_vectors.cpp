@@ -1,8 +1,8 @@
 // Attention in vector registers (AVX-512 with bfloat16 products, AVX-512, AVX2), for decodes and chunks alike.
 //
-// 64 positions at a time are laid out once for all rows of the task: keys turned, so that lanes are positions, values
-// joined, so that lanes are elements. Scores and outputs are then the same product of a few rows of words, each spread
-// over a vector, and a matrix of words. What a row gets does not depend on the rows beside it.
+// 64 positions at a time are laid side by side once for all rows of the task: of keys the lanes are positions, of values
+// elements, as in the cache. Scores and outputs are then the same product of a few rows of words, each spread over a
+// vector, and a matrix of words. What a row gets does not depend on the rows beside it.
 #include "attention_task.h"
 #include "vector.h"
 
@@ -59,7 +59,7 @@ struct Scratch {
   float* weights;  // [kRows][kStep / kPack] words
   // Of all heads, one after another:
   float* query;    // [rows][dim / kPack] words, scaled by log2 e / sqrt(dim)
-  float* out;      // [rows][dim], lanes as join_rows() leaves them
+  float* out;      // [rows][dim]
   float* maxima;   // [rows]
   float* sums;     // [rows][kVec]
 
@@ -94,17 +94,29 @@ struct Head {
 // Lay out the keys and values of positions [from, from + count).
 void lay_out(const Call& call, const Task& task, int64_t from, int64_t count, const Scratch& scratch) {
   const int64_t dim = call.paged.head_dim, block_size = call.paged.block_size;
-  const uint16_t *keys[kStep] = {}, *values[kStep] = {};
-  const int64_t part = call.paged.kv_heads * block_size * dim;
   for (int64_t i = 0; i < count;) {
-    const uint16_t* key = call.kv(task, from + i, 0);
-    for (int64_t slot = (from + i) % block_size; slot < block_size && i < count; ++slot, ++i, key += dim) {
-      keys[i] = key;
-      values[i] = key + part;
+    const int64_t slot = (from + i) % block_size, run = std::min(block_size - slot, kStep - i);
+    const uint16_t* keys = call.tile(task, from + i, 0) + slot * 2;
+    const uint16_t* values = call.tile(task, from + i, 1) + slot * dim;
+    for (int64_t d = 0; d < dim; d += 2, keys += block_size * 2) {
+      float *first = scratch.keys + d / kPack * kStep + i, *second = first + kStep;
+      int64_t lane = 0;
+      for (; lane + kVec <= run; lane += kVec) split_words(keys + lane * 2, first + lane, second + lane);
+      if (lane == run) continue;
+      alignas(64) uint16_t words[2 * kVec] = {};  // of a block with fewer tokens than a vector has lanes
+      alignas(64) float parts[2][kVec];
+      std::copy_n(keys + lane * 2, (run - lane) * 2, words);
+      split_words(words, parts[0], parts[1]);
+      std::copy_n(parts[0], run - lane, first + lane);
+      if (kPack == 1) std::copy_n(parts[1], run - lane, second + lane);
     }
+    for (int64_t pair = 0; pair < run / 2; ++pair)
+      for (int64_t d = 0; d < dim; d += kVec) {
+        float* first = scratch.values + (i + pair * 2) / kPack * dim + d;
+        split_words(values + (pair * dim + d) * 2, first, first + dim);
+      }
+    i += run;
   }
-  for (int64_t i = 0; i < count; i += kVec) turn_rows(keys + i, dim, scratch.keys + i, kStep);
-  for (int64_t i = 0; i < count; i += kPack) join_rows(values + i, dim, scratch.values + i / kPack * dim);
 }
 
 // R rows from `row` on attend to the positions that are laid out.
@@ -197,7 +209,6 @@ void attend_vectors(const Call& call, const Task& task) {
     for (int64_t row = 0; row < rows; ++row) {
       float* out = head.out + row * dim;
       const float sum = total(load(head.sums + row * kVec));
-      restore_order(out, dim);
       if (task.record >= 0) {
         std::copy(out, out + dim, call.record(head.task.record + row));
         call.set_record(head.task, row, head.maxima[row], sum);

@@ -27,11 +27,17 @@ void rotate(float* x, int64_t dim, const float* cos, const float* sin) {
 
 void write_token(const Paged& paged, int64_t layer, int64_t slot, const float* key_value) {
   const int64_t block = slot / paged.block_size, offset = slot % paged.block_size, dim = paged.head_dim;
-  for (int64_t part = 0; part < 2; ++part)
-    for (int64_t head = 0; head < paged.kv_heads; ++head, key_value += dim) {
-      uint16_t* row = paged.row(block, layer, part, head, offset);
-      for (int64_t d = 0; d < dim; ++d) row[d] = float_to_bf16(key_value[d]);
+  for (int64_t head = 0; head < paged.kv_heads; ++head, key_value += dim) {
+    uint16_t* pair = paged.tile(block, layer, 0, head) + offset * 2;
+    for (int64_t d = 0; d < dim; d += 2, pair += paged.block_size * 2) {
+      pair[0] = float_to_bf16(key_value[d]);
+      pair[1] = float_to_bf16(key_value[d + 1]);
     }
+  }
+  for (int64_t head = 0; head < paged.kv_heads; ++head, key_value += dim) {
+    uint16_t* values = paged.tile(block, layer, 1, head) + paged.value_index(offset, 0);
+    for (int64_t d = 0; d < dim; ++d) values[2 * d] = float_to_bf16(key_value[d]);
+  }
 }
 
 }  // namespace

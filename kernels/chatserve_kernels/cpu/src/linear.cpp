@@ -70,7 +70,9 @@ void for_pairs(ThreadPool& pool, const Linear& linear, const Activation& a, cons
     };
 #if defined(CS_AMX)
     if (a.tiled) {
-      const TileScope scope(scales_sums(linear, a) ? std::min(16, a.rows) : 16);
+      TileShapes shapes;
+      if (scales_sums(linear, a)) shapes.rows[5] = shapes.rows[6] = uint8_t(std::min(16, a.rows));
+      const TileScope scope(shapes);
       return run();
     }
 #endif

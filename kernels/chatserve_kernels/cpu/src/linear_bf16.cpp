@@ -231,7 +231,7 @@ void project_bf16(ThreadPool& pool, const Linear& linear, Activation& a, bool am
     const int end = std::min(pairs, (chunk + 1) * step);
 #if defined(CS_AMX)
     if (amx) {
-      const TileScope scope;
+      const TileScope scope({});
       for (int row = 0; row < rows; row += rows_at_once)
         for (int pair = chunk * step; pair < end; ++pair)
           multiply_in_tiles(job, pair, row, std::min(rows, row + rows_at_once));

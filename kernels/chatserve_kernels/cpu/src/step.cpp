@@ -33,10 +33,13 @@ void lay_out(const Step& step, Layout& layout) {
 
 // Zero what a sequence that is not finite wrote, so that whoever gets its blocks next reads finite padding.
 void clear_slot(const Paged& paged, int64_t slot) {
+  const int64_t block = slot / paged.block_size, offset = slot % paged.block_size;
   for (int64_t layer = 0; layer < paged.num_layers; ++layer)
-    for (int64_t part = 0; part < 2; ++part)
-      for (int64_t head = 0; head < paged.kv_heads; ++head)
-        std::fill_n(paged.row(slot / paged.block_size, layer, part, head, slot % paged.block_size), paged.head_dim, 0);
+    for (int64_t head = 0; head < paged.kv_heads; ++head)
+      for (int64_t d = 0; d < paged.head_dim; ++d) {
+        paged.tile(block, layer, 0, head)[paged.key_index(offset, d)] = 0;
+        paged.tile(block, layer, 1, head)[paged.value_index(offset, d)] = 0;
+      }
 }
 
 }  // namespace

@@ -66,57 +66,6 @@ inline void store_words(float* p, Vec a, Vec b) {
 #endif
 }
 
-// 16 rows of `dim` bfloat16 numbers (null: zeros) turned: word w of every row in 16 lanes at words + w × stride.
-inline void turn_rows(const uint16_t* const* rows, int64_t dim, float* words, int64_t stride) {
-  for (int64_t d = 0; d < dim; d += 32) {
-    __m512i r[16];
-    for (int i = 0; i < 16; ++i) r[i] = rows[i] == nullptr ? _mm512_setzero_si512() : _mm512_loadu_si512(rows[i] + d);
-    transpose_16x16(r);
-    for (int i = 0; i < 16; ++i) {
-      float* target = words + (d + 2 * i) / kPack * stride;
-      if constexpr (kPack == 2) {
-        store(target, _mm512_castsi512_ps(r[i]));
-      } else {
-        store(target, first_of_words(_mm512_castsi512_ps(r[i])));
-        store(target + stride, second_of_words(_mm512_castsi512_ps(r[i])));
-      }
-    }
-  }
-}
-
-// kPack rows of `dim` bfloat16 numbers as one row of words. The lanes of a word are in an order of their own, which
-// restore_order() undoes.
-inline void join_rows(const uint16_t* const* rows, int64_t dim, float* words) {
-  for (int64_t d = 0; d < dim; d += 32) {
-    const auto row = [&](int i) {
-      return rows[i] == nullptr ? _mm512_setzero_si512() : _mm512_loadu_si512(rows[i] + d);
-    };
-    const __m512i a = row(0);
-    if constexpr (kPack == 2) {
-      const __m512i b = row(1);
-      store(words + d, _mm512_castsi512_ps(_mm512_unpacklo_epi16(a, b)));
-      store(words + d + 16, _mm512_castsi512_ps(_mm512_unpackhi_epi16(a, b)));
-    } else {
-      const auto widen = [](__m256i half) {
-        return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16));
-      };
-      store(words + d, widen(_mm512_castsi512_si256(a)));
-      store(words + d + 16, widen(_mm512_extracti64x4_epi64(a, 1)));
-    }
-  }
-}
-
-inline void restore_order(float* values, int64_t dim) {
-  if constexpr (kPack == 1) return;
-  const __m512i low = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
-  const __m512i high = _mm512_setr_epi32(8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31);
-  for (int64_t d = 0; d < dim; d += 32) {
-    const Vec a = load(values + d), b = load(values + d + 16);
-    store(values + d, _mm512_permutex2var_ps(a, low, b));
-    store(values + d + 16, _mm512_permutex2var_ps(a, high, b));
-  }
-}
-
 #else  // AVX2
 
 using Vec = __m256;
@@ -175,39 +124,16 @@ inline void store_words(float* p, Vec a, Vec b) {
   store(p + kVec, b);
 }
 
-inline Vec widen(const uint16_t* row) {
-  if (row == nullptr) return zero();
-  const __m128i half = _mm_loadu_si128(reinterpret_cast<const __m128i*>(row));
-  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(half), 16));
-}
-
-inline void turn_rows(const uint16_t* const* rows, int64_t dim, float* words, int64_t stride) {
-  for (int64_t d = 0; d < dim; d += 8) {
-    __m256 r[8], t[8];
-    for (int i = 0; i < 8; ++i) r[i] = widen(rows[i] == nullptr ? nullptr : rows[i] + d);
-    for (int i = 0; i < 8; i += 2) {
-      t[i] = _mm256_unpacklo_ps(r[i], r[i + 1]);
-      t[i + 1] = _mm256_unpackhi_ps(r[i], r[i + 1]);
-    }
-    for (int i = 0; i < 8; i += 4)
-      for (int j = 0; j < 2; ++j) {
-        r[i + 2 * j] = _mm256_shuffle_ps(t[i + j], t[i + 2 + j], 0x44);
-        r[i + 2 * j + 1] = _mm256_shuffle_ps(t[i + j], t[i + 2 + j], 0xee);
-      }
-    for (int i = 0; i < 4; ++i) {
-      store(words + (d + i) * stride, _mm256_permute2f128_ps(r[i], r[i + 4], 0x20));
-      store(words + (d + i + 4) * stride, _mm256_permute2f128_ps(r[i], r[i + 4], 0x31));
-    }
-  }
-}
-
-inline void join_rows(const uint16_t* const* rows, int64_t dim, float* words) {
-  for (int64_t d = 0; d < dim; d += 8) store(words + d, widen(rows[0] == nullptr ? nullptr : rows[0] + d));
-}
-
-inline void restore_order(float*, int64_t) {}
-
 #endif
+
+// kVec words of two bfloat16 numbers as words of multiply(): at `first`, or where those are single numbers the other
+// halves at `second`.
+inline void split_words(const uint16_t* words, float* first, float* second) {
+  const Vec both = load(reinterpret_cast<const float*>(words));
+  if constexpr (kPack == 2) return store(first, both);
+  store(first, first_of_words(both));
+  store(second, second_of_words(both));
+}
 
 }  // namespace cs
 #endif
