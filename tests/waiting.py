@@ -9,8 +9,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
+from chatserve.engine.supervisor import Limits
+
 PATIENCE = 30.0
 """Seconds: more than a busy machine needs, less than a test may take."""
+
+UNHURRIED = Limits(suspect_after=3600.0, dead_after=3600.0, step_deadline=3600.0)
+"""No engine is suspected, and none replaced, because the machine was busy."""
 
 
 async def eventually(condition: Callable[[], bool], seconds: float = PATIENCE) -> None:

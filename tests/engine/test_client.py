@@ -38,13 +38,10 @@ from tests.engine.doubles import (
     SLOW,
     UNLOADABLE,
 )
-from tests.waiting import PATIENCE, eventually
+from tests.waiting import PATIENCE, UNHURRIED, eventually
 
 CONFIG = EngineConfig(executor=EXECUTOR, cache=CacheConfig(num_blocks=256))
 SCOPES = (Scope("public"), Scope("tenant", "a"))
-
-UNHURRIED = Limits(suspect_after=3600.0, dead_after=3600.0, step_deadline=3600.0)
-"""No engine is suspected, and none replaced, because the machine was busy."""
 
 _salts = itertools.count(step=37)
 
