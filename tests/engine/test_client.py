@@ -345,7 +345,6 @@ def left_behind() -> tuple[int, set[str]]:
     return len(os.listdir("/proc/self/fd")), set(os.listdir("/dev/shm"))
 
 
-@pytest.mark.timeout(600)
 @on_uvloop
 async def test_twenty_lives_leave_nothing_behind() -> None:
     """Twenty engines started and killed or closed: descriptors and shared memory as before."""
