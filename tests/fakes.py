@@ -216,6 +216,11 @@ class FakeEngineClient:
             task.cancel()
         await asyncio.gather(*self._tasks.values(), return_exceptions=True)
 
+    def make_room(self, count: int) -> None:
+        """So many more may run at once."""
+        for _ in range(count):
+            self._slots.release()
+
     @property
     def num_waiting(self) -> int:
         return sum(not stream.running for stream in self._streams.values())
@@ -337,6 +342,7 @@ class FakeEngineClient:
         position = 0
         while stream.open:
             await asyncio.sleep(max(scripts[c].delay for c in stream.open))
+            await self.before_step(position)
             events: list[Started | Delta | Finished] = []
             for choice in sorted(stream.open):
                 events += self._step(stream, choice, scripts[choice], position, limit)
@@ -345,6 +351,9 @@ class FakeEngineClient:
                 stream.put(events)
             else:
                 self._end(stream, events)
+
+    async def before_step(self, position: int) -> None:
+        """For subclasses that hold an answer before its token at ``position``."""
 
     def _step(
         self, stream: FakeStream, choice: int, script: Script, position: int, limit: int
@@ -387,12 +396,14 @@ class FakeEngineClient:
 def make_config(
     folder: Path, *, server: ServerConfig | None = None, max_queued: int = 1024, admin_key: str | None = None
 ) -> Config:
-    """A configuration for the fake engine: any free port, short timeouts."""
+    """A configuration for the fake engine: any free port, a short drain, and no heartbeat, so that nothing is noticed
+    because one failed.
+    """
     return Config(
         engine=EngineConfig(
             model=ModelConfig(path=str(folder), name=MODEL),
             scheduler=SchedulerConfig(max_num_queued_reqs=max_queued),
         ),
-        server=server or ServerConfig(port=0, drain_timeout=2.0),
+        server=server or ServerConfig(port=0, drain_timeout=2.0, heartbeat_interval=3600.0),
         tenancy=TenancyConfig(admin_api_key=admin_key),
     )

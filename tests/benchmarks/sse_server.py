@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -21,6 +21,8 @@ class Told:
         lost_tokens: so many fewer are made than asked for.
         status: anything but 200 is an error.
         bodies, keys: of every request, in order of arrival.
+        sent: moments just before each token left, by the request's prompt.
+        after_token: called when a token has left.
     """
 
     first_delay: float = 0.0
@@ -29,6 +31,8 @@ class Told:
     status: int = 200
     bodies: list[dict[str, Any]] = field(default_factory=list)
     keys: list[str | None] = field(default_factory=list)
+    sent: dict[tuple[int, ...], list[float]] = field(default_factory=dict)
+    after_token: Callable[[], None] = lambda: None
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -44,13 +48,16 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         is_chat = self.path.endswith("/chat/completions")
         count = body["max_tokens"] - self.told.lost_tokens
+        sent = self.told.sent.setdefault(tuple(body.get("prompt", ())), [])
         time.sleep(self.told.first_delay)
         for index in range(count):
             if index:
                 time.sleep(self.told.delay)
             text = f"t{index} "
             choice = {"delta": {"content": text}} if is_chat else {"text": text}
+            sent.append(time.perf_counter())
             self._event({"choices": [{"index": 0, "finish_reason": None, **choice}], "usage": None})
+            self.told.after_token()
         details = {"cached_tokens": 3}
         usage = {"prompt_tokens": 7, "completion_tokens": count, "prompt_tokens_details": details}
         self._event({"choices": [], "usage": usage})

@@ -18,6 +18,7 @@ from benchmarks._workload import Prompts
 from benchmarks.peers import ours
 from benchmarks.peers.process import Launch, Model, Need, Server, ServerError
 from benchmarks.race import report, table
+from tests.waiting import PATIENCE
 
 MODEL = Model("m", Path("/folder"), Path("/m.gguf"), 49152, 100_000_000, 270_000_000, 20_000)
 RATE, SECONDS = Metric("r", "tokens/s", True), Metric("s", "s", False)
@@ -29,7 +30,7 @@ def no_peers(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(f"CHATSERVE_PEER_{name}", raising=False)
 
 
-def sleeper(code: str, port: int, patience: float = 20.0) -> Launch:
+def sleeper(code: str, port: int, patience: float = PATIENCE) -> Launch:
     """A server of a few lines."""
     return Launch([sys.executable, "-c", code], port, 1, "m", ready_path="/", patience=patience)
 
@@ -179,7 +180,7 @@ def test_a_server_is_waited_for_paused_and_ended_with_its_children() -> None:
     finally:
         server.stop()
     server.stop()
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + PATIENCE
     while Path(f"/proc/{child}").exists() and "State:\tZ" not in Path(f"/proc/{child}/status").read_text():
         assert time.monotonic() < deadline, "the child outlived its server"
         time.sleep(0.01)

@@ -22,7 +22,7 @@ def run(port: int, *options: str) -> str:
 def test_tenants_turns_and_goodput_are_in_the_json() -> None:
     with sse_server() as (port, told):
         tenants = ("--tenant", "a=key-a", "--tenant", "b=key-b:3")
-        objectives = ("--ttft-objective", "5", "--itl-objective", "5")
+        objectives = ("--ttft-objective", "1000", "--itl-objective", "1000")
         load = ("--num-conversations", "12", "--turns", "2", "--rate", "200", "--seed", "1")
         result = json.loads(run(port, *tenants, *objectives, *load, "--json"))
     assert result["requests"] == 24

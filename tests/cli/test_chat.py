@@ -20,6 +20,7 @@ from chatserve.config import ServerConfig
 from chatserve.errors import ConfigError
 from tests.fakes import FakeEngineClient, Script, ids, say, write_tokenizer_folder
 from tests.server.live import live_server
+from tests.waiting import PATIENCE
 
 pytestmark = pytest.mark.asyncio
 
@@ -53,7 +54,7 @@ async def pipe(home: Path, text: str, *arguments: str, **extra: str) -> tuple[in
         stderr=subprocess.PIPE,
         env=environment(home, **extra),
     )
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(2 * PATIENCE):
         out, err = await process.communicate(text.encode())
     return process.returncode or 0, out.decode(), err.decode()
 
@@ -81,16 +82,21 @@ class Terminal:
         """Type."""
         os.write(self._master, keys.encode())
 
+    async def enter(self, line: str) -> None:
+        """Type a line once the program waits for one."""
+        await self.prompt()
+        self.press(f"{line}\r")
+
     async def until(self, text: str, count: int = 1) -> None:
         """Wait until a text has been shown so many times."""
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(PATIENCE):
             while self.shown.count(text) < count:
                 self._new.clear()
                 await self._new.wait()
 
     async def prompt(self) -> None:
         """Wait until the program waits for a line."""
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(PATIENCE):
             while not self.shown.endswith("> "):
                 self._new.clear()
                 await self._new.wait()
@@ -98,7 +104,7 @@ class Terminal:
     async def end(self) -> int:
         """Press Ctrl-D at the prompt and wait; the exit status."""
         await self.prompt()
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(PATIENCE):
             self.press("\x04")
             return await self.process.wait()
 
@@ -199,25 +205,25 @@ async def test_a_conversation_in_a_terminal(folder: Path, tmp_path: Path) -> Non
     """Turns build on each other; /new, /retry and /system do what they say; costs are shown; Ctrl-D leaves with 0."""
     engine = FakeEngineClient(say("first answer", cached_tokens=5))
     async with live_server(folder, engine) as live, terminal(tmp_path, "--url", live.url) as screen:
-        screen.press("one\r")
+        await screen.enter("one")
         await screen.until("tok/s")
         assert "(5 from cache)" in screen.shown
         assert "\x1b[2mprompt" in screen.shown
         engine.script = say("second answer")
-        screen.press("two\r")
+        await screen.enter("two")
         await screen.until("second answer")
         await screen.until("tok/s", 2)
-        screen.press("/retry\r")
+        await screen.enter("/retry")
         await screen.until("tok/s", 3)
-        screen.press("/system Be kind.\r")
+        await screen.enter("/system Be kind.")
         await screen.until("is set")
-        screen.press("/new\r")
+        await screen.enter("/new")
         await screen.until("new conversation")
-        screen.press("three\r")
+        await screen.enter("three")
         await screen.until("tok/s", 4)
-        screen.press("/nonsense\r")
+        await screen.enter("/nonsense")
         await screen.until("no command /nonsense")
-        screen.press("/help\r")
+        await screen.enter("/help")
         await screen.until("/retry         ask")
         assert await screen.end() == 0
     _, two, retried, three = (submission.text for submission in engine.submissions)
@@ -231,19 +237,19 @@ async def test_a_conversation_in_a_terminal(folder: Path, tmp_path: Path) -> Non
 
 async def test_ctrl_c_stops_the_answer_only(folder: Path, tmp_path: Path) -> None:
     """The engine stops, the program goes on, and the partial answer is part of the conversation."""
-    engine = FakeEngineClient(say("word " * 500, delay=0.01))
+    engine = FakeEngineClient(say("word " * 100, delay=0.01, hang=True))
     async with live_server(folder, engine) as live, terminal(tmp_path, "--url", live.url) as screen:
-        screen.press("go\r")
+        await screen.enter("go")
         await screen.until("word word")
         screen.press("\x03")
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(PATIENCE):
             await engine.submissions[0].aborted_event.wait()
         await screen.until("stopped")
         engine.script = say("fine")
         await screen.prompt()
         screen.press("\x03")
         await screen.until("Ctrl-D leaves", 2)
-        screen.press("more\r")
+        await screen.enter("more")
         await screen.until("fine")
         assert await screen.end() == 0
     assert "assistant\nword word" in engine.submissions[1].text
@@ -280,7 +286,7 @@ async def test_the_terminal_obeys_the_user_not_the_model(folder: Path, tmp_path:
         live_server(folder, engine) as live,
         terminal(tmp_path, "--url", live.url, NO_COLOR="1") as screen,
     ):
-        screen.press("go\r")
+        await screen.enter("go")
         await screen.until("tok/s")
         assert await screen.end() == 0
     assert "a]0;ownedb[31mc" in screen.shown
@@ -292,7 +298,7 @@ async def test_a_signal_ends_it_quietly(folder: Path, tmp_path: Path) -> None:
     """SIGTERM at the prompt ends the program without a stack trace."""
     async with live_server(folder, FakeEngineClient()) as live, terminal(tmp_path, "--url", live.url) as screen:
         screen.process.send_signal(signal.SIGTERM)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(PATIENCE):
             await screen.process.wait()
     assert "Traceback" not in screen.shown
 

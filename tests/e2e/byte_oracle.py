@@ -6,11 +6,14 @@ engine process; `expected_tokens` is the same model without one.
 
 from __future__ import annotations
 
+import time
+
 import numpy as np
 
 from chatserve.config import EngineConfig
 from chatserve.engine.protocol import EngineInfo
 from chatserve.sampling_params import SamplingParams
+from chatserve.scheduler.output import ModelRunnerOutput, SchedulerOutput
 from tests.oracle import EOS, OracleExecutor, chain, next_token, oracle_info
 
 NUM_BYTES = 256
@@ -20,11 +23,21 @@ KV_BYTES = 12
 FACTORY = "tests.e2e.byte_oracle:create_executor"
 
 
+class ByteOracle(OracleExecutor):
+    """Takes its time for answers that ignore the end token, so that they can be stopped on the way: 20 ms a step."""
+
+    def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
+        output = super().execute(plan)
+        if any(row.sampling.ignore_eos for row in self.rows.values()):
+            time.sleep(0.02)
+        return output
+
+
 def create_executor(config: EngineConfig) -> tuple[OracleExecutor, EngineInfo]:
     """Executor factory; ``swap_space_gib`` sizes the host tier, as with real models."""
     num_host_blocks = int(config.cache.swap_space_gib * 2**30) // (KV_BYTES * config.cache.block_size)
     info = oracle_info(config, num_host_blocks=num_host_blocks)
-    executor = OracleExecutor(info.num_blocks, info.block_size, num_host_blocks=num_host_blocks, vocab_size=NUM_BYTES)
+    executor = ByteOracle(info.num_blocks, info.block_size, num_host_blocks=num_host_blocks, vocab_size=NUM_BYTES)
     return executor, info
 
 
@@ -39,7 +52,7 @@ def expected_tokens(prompt: list[int], sampling: SamplingParams) -> list[int]:
     output: list[int] = []
     while len(output) < (sampling.max_tokens or 0):
         token = next_token(contents, sampling, NUM_BYTES)
-        if token == EOS:
+        if token == EOS and not sampling.ignore_eos:
             break
         output.append(token)
         fresh = chain(int(contents[-1]), len(contents), np.array([token], np.int32))

@@ -32,6 +32,8 @@ FLAGS = (
     "--disable-dev-shm-usage",
     "--remote-debugging-port=0",
 )
+BETWEEN_DOCUMENTS = ("context was destroyed", "Cannot find context", "Cannot find default", "navigated or closed")
+"""In what the protocol says when a page is evaluated while it loads another document."""
 KEYS = {"Enter": (13, "\r"), "Escape": (27, ""), "Tab": (9, "")}
 WATCH_VIOLATIONS = """
 window.__violations = [];
@@ -57,7 +59,7 @@ class Browser:
         future = self._calls[call_id] = asyncio.get_running_loop().create_future()
         message = {"id": call_id, "method": method, "params": params}
         await self._socket.send(json.dumps(message if session is None else {**message, "sessionId": session}))
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(100):
             return await future
 
     async def _read(self) -> None:
@@ -86,7 +88,7 @@ class Browser:
         await page.call("Emulation.setEmulatedMedia", features=[scheme])
         await page.call("Emulation.setFocusEmulationEnabled", enabled=True)
         await page.call("Page.navigate", url=url)
-        await page.wait("document.readyState === 'complete'")
+        await page.wait("location.href !== 'about:blank' && document.readyState === 'complete'")
         return page
 
 
@@ -125,12 +127,17 @@ class Page:
             raise RuntimeError(result["exceptionDetails"]["exception"]["description"])
         return result["result"].get("value")
 
-    async def wait(self, expression: str, seconds: float = 20.0) -> Any:
-        """Wait until an expression is true; its value."""
+    async def wait(self, expression: str, seconds: float = 60.0) -> Any:
+        """Wait until an expression is true; its value. A document that is being replaced answers nothing yet."""
         async with asyncio.timeout(seconds):
-            while not (value := await self.run(expression)):  # noqa: ASYNC110 - the condition belongs to the page
+            while True:
+                try:
+                    if value := await self.run(expression):
+                        return value
+                except RuntimeError as error:
+                    if not any(words in str(error) for words in BETWEEN_DOCUMENTS):
+                        raise
                 await asyncio.sleep(0.02)
-        return value
 
     async def text(self, selector: str) -> str:
         """What a reader sees of an element."""
@@ -194,7 +201,7 @@ async def browser(executable: str) -> AsyncIterator[Browser]:
         )
         try:
             port_file = Path(profile) / "DevToolsActivePort"
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(100):
                 while not (port_file.exists() and len(lines := port_file.read_text().splitlines()) == 2):
                     if process.returncode is not None:
                         raise RuntimeError(f"{executable} ended with status {process.returncode} before it was ready")

@@ -27,6 +27,7 @@ from tests.e2e.byte_oracle import FACTORY, swap_space
 from tests.e2e.entry_points import CHATS, COMPLETIONS, EXPLAINING, Caller, Entry
 from tests.fakes import make_config, write_tokenizer_folder
 from tests.server.live import live_server
+from tests.waiting import UNHURRIED
 
 pytestmark = pytest.mark.asyncio
 
@@ -57,9 +58,9 @@ class Town:
 async def town_of(folder: Path) -> AsyncIterator[Town]:
     config = make_config(folder, server=ServerConfig(port=0, drain_timeout=2.0))
     cache = CacheConfig(num_blocks=NUM_BLOCKS, block_size=BLOCK, swap_space_gib=swap_space(4000, BLOCK))
-    engine = EngineClient(msgspec.structs.replace(config.engine, executor=FACTORY, cache=cache))
+    engine = EngineClient(msgspec.structs.replace(config.engine, executor=FACTORY, cache=cache), limits=UNHURRIED)
     await engine.start()
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(100):
         await engine.wait_ready()
     registry = TenantRegistry(TenantStore(None), pepper=bytes(32), declared=Declared())
     async with live_server(folder, engine, tenants=registry, admin_key=ADMIN) as live:  # type: ignore[arg-type]

@@ -18,12 +18,13 @@ import pytest_asyncio
 
 from chatserve.config import ServerConfig
 from tests.e2e.cdp import Browser, Page, browser, chromium
-from tests.fakes import MODEL, FakeEngineClient, say, write_tokenizer_folder
+from tests.fakes import MODEL, FakeEngineClient, Script, say, write_tokenizer_folder
 from tests.server.live import LiveServer, live_server
+from tests.waiting import eventually
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
-READY = f"document.querySelector('#model').textContent === '{MODEL}'"
+READY = f"document.querySelector('#model')?.textContent === '{MODEL}'"
 DONE = "[...document.querySelectorAll('.assistant article')].at(-1)?.getAttribute('aria-busy') === 'false'"
 
 
@@ -56,6 +57,17 @@ async def open_page(chrome: Browser, live: LiveServer, *, errors: str = "", **op
     assert [text for text in page.errors if not errors or errors not in text] == []
 
 
+class PacedEngine(FakeEngineClient):
+    """Says no more tokens than ``allowed``; ``None`` is all."""
+
+    def __init__(self, script: Script) -> None:
+        super().__init__(script)
+        self.allowed: int | None = 0
+
+    async def before_step(self, position: int) -> None:
+        await eventually(lambda: self.allowed is None or position < self.allowed, 3600)
+
+
 async def ask(page: Page, text: str) -> None:
     """Type a message and send it with Enter."""
     await page.wait(READY)
@@ -73,15 +85,15 @@ async def answer(page: Page) -> str:
 
 async def test_a_conversation(chrome: Browser, folder: Path) -> None:
     """An answer appears piece by piece and ends with its cost; the next turn carries on; focus never moves."""
-    engine = FakeEngineClient(say("One two three four five six.", delay=0.02, cached_tokens=9))
+    engine = PacedEngine(say("One two three four five six.", cached_tokens=9))
     async with live_server(folder, engine) as live, open_page(chrome, live) as page:
         await ask(page, "hello 😀")
-        seen = set()
-        while not await page.run(DONE):
-            seen.add(await page.text(".assistant .body"))
+        for text in ("One", "One two", "One two three", "One two three four"):
+            engine.allowed = len(text)
+            await page.wait(f"document.querySelector('.assistant .body')?.innerText === '{text}'")
             assert await page.run("document.activeElement.id") == "input"
-        assert len(seen) >= 4, "it streams"
-        assert all("One two three four five six.".startswith(text) for text in seen)
+            assert not await page.run(DONE)
+        engine.allowed = None
         assert await answer(page) == "One two three four five six."
         assert await page.text(".user .body") == "hello 😀"
         truth = await page.text(".truth")
@@ -98,15 +110,15 @@ async def test_a_conversation(chrome: Browser, folder: Path) -> None:
 @pytest.mark.parametrize("how", ["Escape", "button"])
 async def test_stop_keeps_the_partial_answer(chrome: Browser, folder: Path, how: str) -> None:
     """Esc or the button ends the answer in the engine; its text stays and is what the next turn builds on."""
-    engine = FakeEngineClient(say("word " * 100, delay=0.01))
+    engine = FakeEngineClient(say("word " * 20, delay=0.01, hang=True))
     async with live_server(folder, engine) as live, open_page(chrome, live) as page:
         await ask(page, "go")
         await page.wait("document.querySelector('.assistant .body')?.innerText.length > 10")
         await (page.press("Escape") if how == "Escape" else page.click("#stop"))
         text = await answer(page)
-        assert 10 < len(text) < 400
+        assert 10 < len(text) <= 100
         assert "stopped" in await page.text(".truth")
-        assert engine.submissions[0].aborted
+        await eventually(lambda: engine.submissions[0].aborted)
         engine.script = say("fine")
         await ask(page, "again")
         await page.wait("document.querySelectorAll('.message').length === 4")
@@ -137,12 +149,12 @@ async def test_new_chat_and_settings(chrome: Browser, folder: Path) -> None:
 
 async def test_leaving_a_chat_stops_its_answer(chrome: Browser, folder: Path) -> None:
     """What still runs for a chat that was left is cancelled and never appears in the new one."""
-    engine = FakeEngineClient(say("old " * 200, delay=0.01))
+    engine = FakeEngineClient(say("old " * 20, delay=0.01, hang=True))
     async with live_server(folder, engine) as live, open_page(chrome, live) as page:
         await ask(page, "go")
         await page.wait("document.querySelector('.assistant .body')?.innerText.length > 3")
         await page.click("#new-chat")
-        await engine.submissions[0].aborted_event.wait()
+        await eventually(lambda: engine.submissions[0].aborted)
         engine.script = say("new")
         await ask(page, "fresh")
         assert await answer(page) == "new"
@@ -200,7 +212,7 @@ async def test_connection_lost_and_found(chrome: Browser, folder: Path) -> None:
     assert await page.run("document.querySelector('#send').disabled")
     server = ServerConfig(port=live.port, drain_timeout=2.0)
     async with live_server(folder, FakeEngineClient(say("again")), server=server) as live:
-        await page.wait("document.querySelector('#notice').innerText.includes('forgotten')", seconds=20)
+        await page.wait("document.querySelector('#notice').innerText.includes('forgotten')")
         await ask(page, "new")
         await page.wait("document.querySelectorAll('.message').length === 4")
         assert await answer(page) == "again"
@@ -245,7 +257,7 @@ async def test_a_dropped_connection_in_the_middle_of_an_answer(chrome: Browser, 
         for connection in list(live.server.server_state.connections):
             connection.transport.abort()
         await page.wait("document.querySelector('.failure:not([hidden])')?.innerText.includes('connection was lost')")
-        assert engine.submissions[1].aborted
+        await eventually(lambda: engine.submissions[1].aborted)
         await page.wait("document.querySelector('#notice').hidden")
         engine.script = say("second")
         await page.click(".message:last-child .failure button")
@@ -358,21 +370,21 @@ AT_BOTTOM = """
 
 async def test_scrolling_follows_only_at_the_bottom(chrome: Browser, folder: Path) -> None:
     """A reader who scrolled up is left alone while text arrives, and one press brings the end back."""
-    lines = "".join(f"line {n}\n\n" for n in range(160))
-    async with (
-        live_server(folder, FakeEngineClient(say(lines, delay=0.001))) as live,
-        open_page(chrome, live, height=500) as page,
-    ):
+    engine = PacedEngine(say("".join(f"line {n}\n\n" for n in range(160))))
+    async with live_server(folder, engine) as live, open_page(chrome, live, height=500) as page:
+        engine.allowed = 700
         await ask(page, "go")
         await page.wait("document.querySelector('#scroll').scrollHeight > 1200")
         assert await page.wait(AT_BOTTOM)
         await page.run("document.querySelector('#scroll').scrollTop = 100")
         await page.wait("!document.querySelector('#latest').hidden")
         height = await page.run("document.querySelector('#scroll').scrollHeight")
+        engine.allowed = 1000
         await page.wait(f"document.querySelector('#scroll').scrollHeight > {height}")
         assert await page.run("document.querySelector('#scroll').scrollTop") == 100
         await page.click("#latest")
         await page.wait(f"{AT_BOTTOM.strip()} && document.querySelector('#latest').hidden")
+        engine.allowed = None
         await answer(page)
         assert await page.run(AT_BOTTOM)
 

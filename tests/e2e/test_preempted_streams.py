@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import signal
 from array import array
 from pathlib import Path
 
@@ -19,6 +21,7 @@ from tests.e2e.byte_oracle import FACTORY, expected_tokens, swap_space
 from tests.fakes import make_config, write_tokenizer_folder
 from tests.server.live import LiveServer, live_server
 from tests.server.ws_client import ws_client
+from tests.waiting import UNHURRIED, eventually
 
 pytestmark = pytest.mark.asyncio
 
@@ -42,12 +45,13 @@ async def test_streams_of_victims_are_whole(
     engine = EngineClient(
         msgspec.structs.replace(
             config.engine, executor=FACTORY, cache=cache, scheduler=SchedulerConfig(max_num_seqs=2 * NUM_CLIENTS)
-        )
+        ),
+        limits=UNHURRIED,
     )
     tokenizer = Tokenizer.from_folder(folder)
     template = ChatTemplate.from_folder(folder, tokenizer)
     await engine.start()
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(100):
         await engine.wait_ready()
 
     def answer_to(content: str) -> list[int]:
@@ -85,7 +89,13 @@ async def test_streams_of_victims_are_whole(
 
     async with live_server(folder, engine) as live:  # type: ignore[arg-type]
         for _ in range(3):
-            await asyncio.gather(*(ask(live, i) for i in range(NUM_CLIENTS) for ask in (over_socket, over_events)))
+            os.kill(engine.info.pid, signal.SIGSTOP)  # until all have come, so that they need the pool together
+            everybody = asyncio.gather(
+                *(ask(live, i) for i in range(NUM_CLIENTS) for ask in (over_socket, over_events))
+            )
+            await eventually(lambda: live.context.service.num_running == 2 * NUM_CLIENTS)
+            os.kill(engine.info.pid, signal.SIGCONT)
+            await everybody
         state = await engine.state()
         assert state.stats.preemptions > NUM_CLIENTS
         assert bool(state.stats.promotions) == bool(num_host_blocks)

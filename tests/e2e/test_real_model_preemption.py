@@ -115,7 +115,7 @@ def undisturbed(folder: Path, deterministic: bool) -> dict[int, Answer]:
     return answers
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("deterministic", [True, False], ids=["deterministic", "fast"])
 @pytest.mark.parametrize("swap_space_gib", [1.0, 0.0], ids=["swap", "recompute"])
 def test_victims_say_what_they_would_have_said(folder: Path, swap_space_gib: float, deterministic: bool) -> None:

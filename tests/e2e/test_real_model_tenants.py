@@ -52,7 +52,7 @@ class House:
     def run(self, *arguments: str) -> tuple[int, str, str]:
         """Exit status, output and errors of a command against the server."""
         command = [sys.executable, "-m", "chatserve", *arguments, "--url", self.server.url]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
         return done.returncode, done.stdout, done.stderr
 
     def chat(self, tenant: str, question: str, system: str = SYSTEM) -> int:
@@ -82,7 +82,7 @@ def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
     reader = threading.Thread(target=lambda: lines.extend(process.stderr or ()), daemon=True)
     reader.start()
     try:
-        deadline = time.monotonic() + 90
+        deadline = time.monotonic() + 300
         while not (match := re.search(r"Listening on (\S+)", "".join(lines))):
             assert process.poll() is None, "".join(lines)
             assert time.monotonic() < deadline
@@ -95,7 +95,7 @@ def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
         yield house
     finally:
         process.terminate()
-        process.wait(30)
+        process.wait(60)
         reader.join(5)
         process.stderr.close()
 

@@ -29,6 +29,7 @@ from chatserve.tenancy.tenant import Tenant
 from tests.e2e.byte_oracle import FACTORY
 from tests.fakes import make_config, write_tokenizer_folder
 from tests.server.live import LiveServer, Reply, live_server
+from tests.waiting import UNHURRIED
 
 pytestmark = pytest.mark.asyncio
 
@@ -68,9 +69,11 @@ async def town(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator
     monkeypatch.setenv("CHATSERVE_TEST", "1")
     folder = write_tokenizer_folder(tmp_path / "tiny")
     config = make_config(folder, server=ServerConfig(port=0, drain_timeout=2.0))
-    engine = EngineClient(msgspec.structs.replace(config.engine, executor=FACTORY, cache=CacheConfig(num_blocks=512)))
+    engine = EngineClient(
+        msgspec.structs.replace(config.engine, executor=FACTORY, cache=CacheConfig(num_blocks=512)), limits=UNHURRIED
+    )
     await engine.start()
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(100):
         await engine.wait_ready()
     registry = TenantRegistry(TenantStore(None), pepper=bytes(32), declared=Declared())
     keys = {}
@@ -103,7 +106,7 @@ async def test_a_published_prefix_is_everyones_and_survives_the_engine(town: Tow
         assert await town.chat(tenant, f"I am {tenant}") >= tokens
     pid = town.engine.info.pid
     os.kill(pid, signal.SIGKILL)
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(100):
         while not (town.engine.ready and town.engine.info.pid != pid):  # noqa: ASYNC110 - another process
             await asyncio.sleep(0.02)
         while (await town.explain("gamma", "new")).json["cached_tokens"]["device"] < tokens:  # noqa: ASYNC110 - the same

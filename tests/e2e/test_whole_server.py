@@ -18,6 +18,7 @@ from tests.e2e.byte_oracle import FACTORY, expected_tokens
 from tests.fakes import make_config, write_tokenizer_folder
 from tests.server.live import live_server
 from tests.server.ws_client import ws_client
+from tests.waiting import UNHURRIED
 
 pytestmark = pytest.mark.asyncio
 
@@ -32,9 +33,9 @@ async def test_conversations_are_exact_and_cached(tmp_path: Path, monkeypatch: p
     engine_config = msgspec.structs.replace(config.engine, executor=FACTORY, cache=CacheConfig(num_blocks=512))
     tokenizer = Tokenizer.from_folder(folder)
     template = ChatTemplate.from_folder(folder, tokenizer)
-    engine = EngineClient(engine_config)
+    engine = EngineClient(engine_config, limits=UNHURRIED)
     await engine.start()
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(100):
         await engine.wait_ready()
     async with live_server(folder, engine) as live, ws_client(live) as client:  # type: ignore[arg-type]
         history = [ChatMessage("system", "You are noise.")]
@@ -42,8 +43,8 @@ async def test_conversations_are_exact_and_cached(tmp_path: Path, monkeypatch: p
         known = num_stopped = 0
         for turn in range(TURNS):
             to_stop = turn % 3 == 1
-            limit = 700 if to_stop else 60
-            params = {"temperature": 0, "max_tokens": limit}
+            limit = 1000 if to_stop else 60  # those to stop take 20 s
+            params = {"temperature": 0, "max_tokens": limit, "ignore_eos": to_stop}
             history.append(ChatMessage("user", f"Question {turn} ä😀"))
             ack = await client.call("chat.send", content=history[-1].content, params=params, **where)
             gen = ack["gens"][0]["gen"]
@@ -53,9 +54,11 @@ async def test_conversations_are_exact_and_cached(tmp_path: Path, monkeypatch: p
             end = await client.end_of(gen)
             text = client.texts[gen]
             prompt = array("i", template.render(history).token_ids).tolist()
-            answer = expected_tokens(prompt, SamplingParams(temperature=0.0, seed=0, max_tokens=limit))
+            sampling = SamplingParams(temperature=0.0, seed=0, max_tokens=limit, ignore_eos=to_stop)
+            answer = expected_tokens(prompt, sampling)
             assert end["usage"]["prompt_tokens"] == len(prompt)
-            if end["reason"] == "cancelled":
+            assert (end["reason"] == "cancelled") == to_stop
+            if to_stop:
                 num_stopped += 1
                 whole = tokenizer.decode(answer)
                 assert whole.startswith(text)

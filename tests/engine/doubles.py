@@ -10,6 +10,7 @@ import os
 import time
 from array import array
 from collections.abc import Callable
+from pathlib import Path
 
 from chatserve.config import EngineConfig
 from chatserve.engine.protocol import EngineInfo
@@ -84,7 +85,11 @@ def create_counting_executor(config: EngineConfig) -> tuple[CountingExecutor, En
 
 
 def create_letters_executor(config: EngineConfig) -> tuple[CountingExecutor, EngineInfo]:
-    """Counts through the alphabet in bytes, for servers whose tokenizer knows bytes only."""
+    """Counts through the alphabet in bytes, for servers whose tokenizer knows bytes only; loads once the model's
+    folder has no file named ``hold``.
+    """
+    while (Path(config.model.path or "") / "hold").exists():
+        time.sleep(0.01)
     _, info = create_counting_executor(config)
     return CountingExecutor(lambda p: ord("a") + p % 26), info
 

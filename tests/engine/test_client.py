@@ -38,6 +38,7 @@ from tests.engine.doubles import (
     SLOW,
     UNLOADABLE,
 )
+from tests.waiting import PATIENCE, UNHURRIED, eventually
 
 CONFIG = EngineConfig(executor=EXECUTOR, cache=CacheConfig(num_blocks=256))
 SCOPES = (Scope("public"), Scope("tenant", "a"))
@@ -62,11 +63,11 @@ def _allow_test_executors(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @contextlib.asynccontextmanager
-async def running(config: EngineConfig = CONFIG, limits: Limits | None = None) -> AsyncIterator[EngineClient]:
-    client = EngineClient(config, limits=limits or Limits())
+async def running(config: EngineConfig = CONFIG, limits: Limits = UNHURRIED) -> AsyncIterator[EngineClient]:
+    client = EngineClient(config, limits=limits)
     await client.start()
     try:
-        await asyncio.wait_for(client.wait_ready(), 30)
+        await asyncio.wait_for(client.wait_ready(), 2 * PATIENCE)
         yield client
     finally:
         await client.close()
@@ -82,7 +83,7 @@ def submit(client: EngineClient, kind: int, length: int = 20, max_tokens: int | 
 
 async def read_all(stream: EngineStream) -> list[Event]:
     events: list[Event] = []
-    while batch := await asyncio.wait_for(stream.next(), 30):
+    while batch := await asyncio.wait_for(stream.next(), PATIENCE):
         events += batch
     return events
 
@@ -91,17 +92,10 @@ async def read_tokens(stream: EngineStream, count: int) -> list[int]:
     """Read until ``count`` tokens have come."""
     tokens: list[int] = []
     while len(tokens) < count:
-        batch = await asyncio.wait_for(stream.next(), 30)
+        batch = await asyncio.wait_for(stream.next(), PATIENCE)
         assert batch, "the stream ended early"
         tokens += [event.token_id for event in batch if isinstance(event, Delta)]
     return tokens
-
-
-async def until(condition: Callable[[], bool], seconds: float = 10) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen in time"
-        await asyncio.sleep(0.01)
 
 
 def assert_right(events: list[Event], length: int, count: int) -> None:
@@ -133,7 +127,7 @@ async def test_streams_deliver_their_own_tokens_in_order() -> None:
             assert_right(events, length, 4 + i % 9)
         assert client.num_waiting == 0
         assert await streams[0].next() == []
-        await until(lambda: client.stats.num_running == 0 and client.stats.steps > 0)
+        await eventually(lambda: client.stats.num_running == 0 and client.stats.steps > 0)
 
 
 @on_uvloop
@@ -170,14 +164,16 @@ async def test_a_dropped_stream_aborts_its_request() -> None:
         await read_tokens(stream, 1)
         del stream
         gc.collect()
-        deadline = time.monotonic() + 5
-        while (await client.state()).live_requests:
-            assert time.monotonic() < deadline, "the request lives on"
+        async with asyncio.timeout(PATIENCE):  # its answer would take 40 s
+            while (await client.state()).live_requests:
+                pass
 
 
 @on_uvloop
 async def test_the_kernel_kills_the_engine() -> None:
-    """kill -9 in mid-stream: every choice of every stream ends within 2 s, readiness flips, the next engine serves."""
+    """kill -9 in mid-stream: every choice of every stream ends at once, not for the engine's silence; readiness flips,
+    and the next engine serves.
+    """
     async with running() as client:
         changes: list[bool] = []
         client.on_ready_change(changes.append)
@@ -187,9 +183,7 @@ async def test_the_kernel_kills_the_engine() -> None:
             await read_tokens(stream, 2)
         call = asyncio.create_task(client.state())
         os.kill(client.info.pid, signal.SIGKILL)
-        begin = time.monotonic()
         results = await asyncio.gather(*map(read_all, [*streams, queued]))
-        assert time.monotonic() - begin < 2
         for events, n in zip(results, (1, 2, 1), strict=True):
             ends = [event for event in events if isinstance(event, Finished)]
             assert sorted(end.choice for end in ends) == list(range(n))
@@ -200,7 +194,7 @@ async def test_the_kernel_kills_the_engine() -> None:
             await call
         with pytest.raises(EngineUnavailableError):
             submit(client, GOOD)
-        await asyncio.wait_for(client.wait_ready(), 30)
+        await asyncio.wait_for(client.wait_ready(), 2 * PATIENCE)
         assert changes == [False, True]
         assert_right(await read_all(submit(client, GOOD)), 20, 8)
         assert client.restarts == 1
@@ -218,25 +212,26 @@ async def test_an_executor_that_fails_ends_streams_and_is_replaced(kind: int) ->
             end = (await read_all(stream))[-1]
             assert isinstance(end, Finished)
             assert (end.reason, end.error_code) == ("error", "engine_unavailable")
-        await asyncio.wait_for(client.wait_ready(), 30)
+        await asyncio.wait_for(client.wait_ready(), 2 * PATIENCE)
         assert_right(await read_all(submit(client, GOOD)), 20, 8)
 
 
 @on_uvloop
 async def test_a_stopped_engine_is_suspected_then_replaced() -> None:
     """SIGSTOP: not ready soon, streams end when patience does, a new engine serves, the stopped one is gone."""
-    async with running(limits=Limits(suspect_after=1.2, dead_after=2.5)) as client:
+    async with running(limits=Limits(suspect_after=1.5, dead_after=4.0)) as client:
         stream = submit(client, SLOW, max_tokens=2000)
         await read_tokens(stream, 1)
         pid = client.info.pid
+        alive: list[bool] = []
+        client.on_ready_change(lambda ready: alive.append(is_alive(pid)))
         os.kill(pid, signal.SIGSTOP)
-        begin = time.monotonic()
-        await until(lambda: not client.ready, 3)
+        await eventually(lambda: not client.ready)
         end = (await read_all(stream))[-1]
         assert isinstance(end, Finished)
         assert end.error_code == "engine_unavailable"
-        assert time.monotonic() - begin < 5
-        await asyncio.wait_for(client.wait_ready(), 30)
+        await asyncio.wait_for(client.wait_ready(), 2 * PATIENCE)
+        assert alive == [True, False], "suspected first, then gone"
         assert not is_alive(pid)
         assert_right(await read_all(submit(client, GOOD)), 20, 8)
 
@@ -244,25 +239,25 @@ async def test_a_stopped_engine_is_suspected_then_replaced() -> None:
 @on_uvloop
 async def test_a_short_stop_is_forgiven() -> None:
     """An engine that comes back before patience ends is ready again, and its streams lose nothing."""
-    async with running(limits=Limits(suspect_after=1.2, dead_after=20)) as client:
+    async with running(limits=Limits(suspect_after=1.5, dead_after=3600.0)) as client:
         stream = submit(client, SLOW, 20, max_tokens=60)
         os.kill(client.info.pid, signal.SIGSTOP)
         try:
-            await until(lambda: not client.ready, 4)
+            await eventually(lambda: not client.ready)
         finally:
             os.kill(client.info.pid, signal.SIGCONT)
-        await until(lambda: client.ready, 4)
+        await eventually(lambda: client.ready)
         assert_right(await read_all(stream), 20, 60)
         assert client.restarts == 0
 
 
 @on_uvloop
 async def test_a_stall_of_this_process_is_not_blamed_on_the_engine() -> None:
-    """After 2.5 s without the event loop everything sent meanwhile is still there, and the engine is kept."""
-    async with running(limits=Limits(suspect_after=1.0, dead_after=1.5, step_deadline=2.0)) as client:
-        stream = submit(client, SLOW, 20, max_tokens=150)
+    """After 5 s without the event loop everything sent meanwhile is still there, and the engine is kept."""
+    async with running(limits=Limits(suspect_after=2.0, dead_after=4.0, step_deadline=4.0)) as client:
+        stream = submit(client, SLOW, 20, max_tokens=300)
         await read_tokens(stream, 1)
-        time.sleep(2.5)  # noqa: ASYNC251 - the stall is the point
+        time.sleep(5.0)  # noqa: ASYNC251 - the stall is the point
         events = await read_all(stream)
         assert isinstance(events[-1], Finished)
         assert events[-1].reason == "length"
@@ -272,13 +267,13 @@ async def test_a_stall_of_this_process_is_not_blamed_on_the_engine() -> None:
 @on_uvloop
 async def test_a_step_that_hangs_is_replaced_though_the_process_lives() -> None:
     """The heartbeat goes on while the step hangs: the step deadline ends it."""
-    async with running(limits=Limits(step_deadline=1.0)) as client:
-        await asyncio.sleep(1.5)  # an idle engine sends nothing and is not late
+    async with running(limits=Limits(suspect_after=3600.0, dead_after=3600.0, step_deadline=2.0)) as client:
+        await asyncio.sleep(3.0)  # an idle engine sends nothing and is not late
         assert client.restarts == 0
         end = (await read_all(submit(client, HANGS)))[-1]
         assert isinstance(end, Finished)
         assert end.error_code == "engine_unavailable"
-        await asyncio.wait_for(client.wait_ready(), 30)
+        await asyncio.wait_for(client.wait_ready(), 2 * PATIENCE)
         assert_right(await read_all(submit(client, GOOD)), 20, 8)
 
 
@@ -288,7 +283,7 @@ async def test_a_model_that_cannot_load_is_not_tried_twice() -> None:
     client = EngineClient(EngineConfig(executor=UNLOADABLE, model=ModelConfig(path="/models/none")))
     await client.start()
     with pytest.raises(ModelLoadError, match="/models/none has no weights"):
-        await asyncio.wait_for(client.wait_ready(), 30)
+        await asyncio.wait_for(client.wait_ready(), 2 * PATIENCE)
     assert client.restarts == 0
     await client.close()
 
@@ -300,7 +295,7 @@ async def test_a_crash_loop_is_bounded() -> None:
         EngineConfig(executor=DIES_LOADING), limits=Limits(max_load_failures=3, first_backoff=0.01, max_backoff=0.02)
     )
     await client.start()
-    error = await asyncio.wait_for(client.wait_failed(), 60)
+    error = await asyncio.wait_for(client.wait_failed(), 3 * PATIENCE)
     assert isinstance(error, ChatserveError)
     assert client.restarts == 2
     assert not client.ready
@@ -315,7 +310,7 @@ async def test_a_deadly_request_does_not_end_the_server() -> None:
             end = (await read_all(submit(client, EXITS)))[-1]
             assert isinstance(end, Finished)
             assert end.reason == "error"
-            await asyncio.wait_for(client.wait_ready(), 30)
+            await asyncio.wait_for(client.wait_ready(), 2 * PATIENCE)
             assert client.restarts == death + 1
         assert_right(await read_all(submit(client, GOOD)), 20, 8)
 
@@ -327,7 +322,7 @@ async def test_other_executors_are_for_tests_only(monkeypatch: pytest.MonkeyPatc
     client = EngineClient(CONFIG)
     await client.start()
     with pytest.raises(ConfigError, match="executor"):
-        await asyncio.wait_for(client.wait_ready(), 30)
+        await asyncio.wait_for(client.wait_ready(), 2 * PATIENCE)
     await client.close()
 
 
@@ -344,6 +339,12 @@ async def test_close_ends_streams_and_leaves_no_process() -> None:
     await client.close()
 
 
+def left_behind() -> tuple[int, set[str]]:
+    """Open descriptors of this process, and shared memory."""
+    gc.collect()  # what earlier tests dropped
+    return len(os.listdir("/proc/self/fd")), set(os.listdir("/dev/shm"))
+
+
 @on_uvloop
 async def test_twenty_lives_leave_nothing_behind() -> None:
     """Twenty engines started and killed or closed: descriptors and shared memory as before."""
@@ -353,13 +354,15 @@ async def test_twenty_lives_leave_nothing_behind() -> None:
             assert_right(await read_all(submit(client, GOOD, max_tokens=2)), 20, 2)
             if kill:
                 os.kill(client.info.pid, signal.SIGKILL)
-                await until(lambda: not client.ready)
+                await eventually(lambda: not client.ready)
 
     await one_life(kill=True)  # thread pool and selector exist from here on
-    before = len(os.listdir("/proc/self/fd")), sorted(os.listdir("/dev/shm"))
+    descriptors, memory = left_behind()
     for life in range(20):
         await one_life(kill=life % 2 == 0)
-    assert (len(os.listdir("/proc/self/fd")), sorted(os.listdir("/dev/shm"))) == before
+    descriptors_now, memory_now = left_behind()
+    assert descriptors_now <= descriptors
+    assert memory_now <= memory
 
 
 PARENT = """
@@ -389,13 +392,13 @@ with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
 
 @pytest.mark.parametrize("state", ["idle", "busy", "hanging"])
 def test_no_orphan_after_the_api_process_is_killed(state: str) -> None:
-    """kill -9 of the parent: the engine is gone within 5 s, whatever it was doing."""
+    """kill -9 of the parent: the engine is gone long before what it was doing would have ended."""
     with subprocess.Popen([sys.executable, "-c", PARENT, state], stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout is not None
         pid = int(parent.stdout.readline())
         assert is_alive(pid)
         parent.kill()
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + PATIENCE
         while is_alive(pid):
             assert time.monotonic() < deadline, "the engine outlived its parent"
             time.sleep(0.02)
@@ -419,11 +422,11 @@ async def test_an_engine_whose_socket_is_broken_counts_as_dead() -> None:
     child.socket.close()
     client = EngineClient(CONFIG, child)
     await client.start()
-    await asyncio.wait_for(client.wait_ready(), 30)
+    await asyncio.wait_for(client.wait_ready(), 2 * PATIENCE)
     assert client.restarts == 1
     assert not is_alive(child.pid)
     assert_right(await read_all(submit(client, GOOD)), 20, 8)
     await client.close()
     hasty = EngineClient(CONFIG)
     await hasty.start()
-    await asyncio.wait_for(hasty.close(), 10)
+    await asyncio.wait_for(hasty.close(), PATIENCE)

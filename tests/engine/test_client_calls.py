@@ -13,7 +13,8 @@ from chatserve.engine.protocol import Finished, Started
 from chatserve.errors import EngineUnavailableError
 from chatserve.sampling_params import SamplingParams
 from chatserve.scope import Scope
-from tests.engine.test_client import CONFIG, _allow_test_executors, on_uvloop, running, until
+from tests.engine.test_client import CONFIG, _allow_test_executors, on_uvloop, running
+from tests.waiting import PATIENCE, eventually
 
 __all__ = ["_allow_test_executors"]
 
@@ -59,6 +60,6 @@ async def test_a_call_to_a_dying_engine_fails_at_once_and_tenants_are_declared_a
         await asyncio.sleep(0.05)
         os.kill(pid, signal.SIGKILL)
         with pytest.raises(EngineUnavailableError):
-            await asyncio.wait_for(call, 5)
-        await until(lambda: client.ready and client.info.pid != pid, 30)
+            await asyncio.wait_for(call, PATIENCE)
+        await eventually(lambda: client.ready and client.info.pid != pid, 2 * PATIENCE)
         assert "heavy" in {tenant.tenant for tenant in (await client.state()).tenants}

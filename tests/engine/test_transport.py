@@ -32,6 +32,7 @@ from chatserve.engine.transport import (
 )
 from chatserve.sampling_params import SamplingParams
 from chatserve.scope import Scope
+from tests.waiting import PATIENCE
 
 TO_ENGINE: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)
 FROM_ENGINE: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine)
@@ -131,7 +132,7 @@ async def test_the_api_side_receives_in_order_and_learns_of_the_end(pair: tuple[
     await channel.attach(pair[0])
     pair[1].sendall(encode_frame(StepFrame(1)) + encode_frame(EngineFailed("internal_error", "x")))
     pair[1].close()
-    await asyncio.wait_for(lost.wait(), 5)
+    await asyncio.wait_for(lost.wait(), PATIENCE)
     channel.close()
     channel.send(Shutdown())  # nobody there: no error, no second notice
     await asyncio.sleep(0)
@@ -149,5 +150,5 @@ async def test_garbage_from_the_engine_ends_the_connection(
     channel: AsyncChannel[FromEngine] = AsyncChannel(FROM_ENGINE, got.append, lost.set)
     await channel.attach(pair[0])
     pair[1].sendall(encode_frame(StepFrame(1)) + garbage + encode_frame(StepFrame(2)))
-    await asyncio.wait_for(lost.wait(), 5)
+    await asyncio.wait_for(lost.wait(), PATIENCE)
     assert got in ([], [StepFrame(1)])

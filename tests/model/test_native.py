@@ -95,21 +95,21 @@ def smollm2() -> Path:
 
 
 def test_stored_blocks_are_used_and_the_model_reads_text_as_well(smollm2: Path, native: NativeBackend) -> None:
-    """Perplexity of a fixed text within 1 % of the dequantised model's in float32, in one chunk (tiles) and token by
-    token (dot products); nine of ten greedy choices are the same."""
+    """Perplexity of a fixed text within 2 % of the dequantised model's in float32, in one chunk (tiles) and token by
+    token (dot products); nine of ten greedy choices are the same. (0.1 to 0.8 % are seen, by instruction set.)"""
     ids = torch.frombuffer(bytearray(Tokenizer.from_folder(smollm2).encode(TEXT)), dtype=torch.int32).tolist()
     _, (expected,) = run(smollm2, TorchBackend(), torch.float32, [ids], "none")
     exact = perplexity(expected, ids)
     model, (ours,) = run(smollm2, native, torch.bfloat16, [ids], "auto")
     assert model.is_native
-    assert abs(perplexity(ours, ids) / exact - 1) < 0.01
+    assert abs(perplexity(ours, ids) / exact - 1) < 0.02
     assert (ours.argmax(-1) == expected.argmax(-1)).float().mean() > 0.9
     native.library.tile_threshold, before = 1 << 30, native.library.tile_threshold
     try:
         (dots,) = all_logits(model, [ids], torch.bfloat16)
     finally:
         native.library.tile_threshold = before
-    assert abs(perplexity(dots, ids) / exact - 1) < 0.01
+    assert abs(perplexity(dots, ids) / exact - 1) < 0.02
 
 
 @pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q8_0"])

@@ -42,8 +42,8 @@ async def live(tiny_folder: Path) -> AsyncIterator[LiveServer]:
 
 @pytest_asyncio.fixture
 async def house(tiny_folder: Path) -> AsyncIterator[House]:
-    """Two tenants, everything in memory."""
-    registry = TenantRegistry(TenantStore(None), pepper=bytes(32), declared=Declared())
+    """Two tenants, everything in memory; no limit drains, however long a test takes."""
+    registry = TenantRegistry(TenantStore(None), pepper=bytes(32), declared=Declared(), monotonic=lambda: 1000.0)
     keys = {}
     for name in ("acme", "beta"):
         await registry.create_tenant(Tenant(name=name))

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-from collections.abc import Callable
 
 from chatserve.tenancy.registry import TenantRegistry
 from chatserve.tenancy.tenant import TenantLimits
@@ -35,10 +33,3 @@ class House:
 
     def usage(self, tenant: str) -> Usage:
         return self.registry.ledger.totals().get(tenant, Usage())
-
-
-async def eventually(condition: Callable[[], bool], seconds: float = 2.0) -> None:
-    """Wait for something that has to happen by itself."""
-    async with asyncio.timeout(seconds):
-        while not condition():  # noqa: ASYNC110 - the condition belongs to the server
-            await asyncio.sleep(0.005)

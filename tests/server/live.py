@@ -20,6 +20,7 @@ from chatserve.tenancy.registry import TenantRegistry
 from chatserve.text.chat_template import ChatTemplate
 from chatserve.text.tokenizer import Tokenizer
 from tests.fakes import FakeEngineClient, make_config
+from tests.waiting import PATIENCE
 
 HI = [{"role": "user", "content": "hi"}]
 
@@ -75,7 +76,7 @@ class LiveServer:
     async def connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         return await asyncio.open_connection("127.0.0.1", self.port, local_addr=(self.address, 0))
 
-    async def raw(self, data: bytes, *, patience: float = 20.0) -> bytes:
+    async def raw(self, data: bytes, *, patience: float = PATIENCE) -> bytes:
         """Send bytes, then read until the server closes."""
         reader, writer = await self.connect()
         try:

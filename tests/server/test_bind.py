@@ -18,6 +18,7 @@ from chatserve.server.run import DrainingServer, bind, build_context, serve, url
 from chatserve.text.chat_template import ChatTemplate
 from chatserve.text.tokenizer import Tokenizer
 from tests.fakes import FakeEngineClient, make_config
+from tests.waiting import PATIENCE
 
 
 def test_addresses() -> None:
@@ -54,10 +55,10 @@ async def test_unix_socket(tiny_folder: Path, tmp_path: Path) -> None:
     task = asyncio.create_task(server._serve([listener]))
     reader, writer = await asyncio.open_unix_connection(str(path))
     writer.write(b"GET /v1/models HTTP/1.1\r\nHost: whatever.example\r\nConnection: close\r\n\r\n")
-    assert (await asyncio.wait_for(reader.read(), 5)).startswith(b"HTTP/1.1 200")
+    assert (await asyncio.wait_for(reader.read(), PATIENCE)).startswith(b"HTTP/1.1 200")
     writer.close()
     server.drain()
-    await asyncio.wait_for(task, 5)
+    await asyncio.wait_for(task, PATIENCE)
 
 
 @pytest.mark.asyncio

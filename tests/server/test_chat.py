@@ -18,7 +18,8 @@ from chatserve.server.generation import Generation
 from chatserve.server.output_processor import ChoiceDone, TextDelta, Usage
 from chatserve.server.wire import ChunkHead, StreamOptions
 from tests.fakes import IM_END, FakeEngineClient, Script, Submission, ids, say
-from tests.server.live import HI, LiveServer, live_server
+from tests.server.live import HI, LiveServer, live_server, parse_reply
+from tests.waiting import PATIENCE
 
 
 def text_of(chunks: list[dict[str, Any]], index: int = 0) -> str:
@@ -97,14 +98,14 @@ async def test_stream_without_usage_has_no_usage_chunk(live: LiveServer) -> None
 @pytest.mark.asyncio
 async def test_headers_leave_before_the_first_token(live: LiveServer) -> None:
     """A queued or prefilling stream has its headers at once, gzip or not."""
-    live.engine.script = say("Hi", start_delay=1.0)
+    live.engine.script = say("Hi", start_delay=3600.0)
     reader, writer = await live.connect()
     body = json.dumps({"messages": HI, "stream": True}).encode()
     writer.write(
         b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
         b"Accept-Encoding: gzip\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body)
     )
-    head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 0.5)
+    head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), PATIENCE)
     assert head.startswith(b"HTTP/1.1 200 OK")
     assert b"content-encoding" not in head.lower()
     writer.close()
@@ -386,9 +387,20 @@ async def test_sampling_reaches_the_engine(live: LiveServer) -> None:
 @pytest.mark.asyncio
 async def test_heartbeats_keep_a_queued_stream_alive(tiny_folder: Path) -> None:
     """While nothing else is sent, comments are; clients never see them as events."""
-    engine = FakeEngineClient(say("Hi", start_delay=0.3))
+    engine = FakeEngineClient(say("Hi"), max_running=0)
     async with live_server(tiny_folder, engine, server=ServerConfig(port=0, heartbeat_interval=0.05)) as live:
-        reply = await live.chat(stream=True)
-    assert reply.body.count(b": keep-alive\n\n") >= 3
+        reader, writer = await live.connect()
+        body = json.dumps({"messages": HI, "stream": True}).encode()
+        writer.write(
+            b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+            b"Connection: close\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body)
+        )
+        begin = b""
+        async with asyncio.timeout(PATIENCE):
+            while begin.count(b": keep-alive\n\n") < 3:
+                begin += await reader.readuntil(b"\n")
+            engine.make_room(1)
+            reply = parse_reply(begin + await reader.read())
+        writer.close()
     assert text_of(reply.chunks) == "Hi"
     assert reply.events[-1] == "[DONE]"

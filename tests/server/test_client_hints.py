@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 
 import pytest
@@ -17,12 +16,10 @@ CHAT = "/v1/chat/completions"
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_request_does_not_wait_longer_than_its_client(tiny_folder: Path, stream: bool) -> None:
     """The client's read timeout ends a request that is still queued, in words that make it try again later."""
-    engine = FakeEngineClient(say("Hi", start_delay=30))
+    engine = FakeEngineClient(say("Hi", start_delay=3600))
     async with live_server(tiny_folder, engine) as live:
-        began = time.monotonic()
         body = {"messages": HI, "stream": stream}
         reply = await live.post(CHAT, body, x_stainless_read_timeout="0.2")
-        assert time.monotonic() - began < 5
         if not stream:
             assert reply.status == 429
             assert reply.headers["retry-after-ms"] == "1000"
@@ -35,10 +32,10 @@ async def test_a_request_does_not_wait_longer_than_its_client(tiny_folder: Path,
 @pytest.mark.asyncio
 async def test_patience_is_for_the_queue_only(tiny_folder: Path) -> None:
     """What has started runs to its end, also where its tokens wait until another prompt's are collected."""
-    engine = FakeEngineClient(say("a slow answer", delay=0.05))
+    engine = FakeEngineClient(say("a slow answer", delay=0.25))
     async with live_server(tiny_folder, engine) as live:
         body = {"prompt": ["one", "two", "three"], "max_tokens": 10}
-        reply = await live.post("/v1/completions", body, x_stainless_read_timeout="0.2")
+        reply = await live.post("/v1/completions", body, x_stainless_read_timeout="2.0")
         assert [choice["text"] for choice in reply.json["choices"]] == ["a slow ans"] * 3
 
 

@@ -15,6 +15,7 @@ import pytest
 from chatserve.config import ServerConfig
 from tests.fakes import FakeEngineClient, Script, say
 from tests.server.live import HI, LiveServer, live_server
+from tests.waiting import PATIENCE, eventually
 
 
 def request_bytes(path: str = "/v1/chat/completions", **fields: object) -> bytes:
@@ -33,11 +34,9 @@ def hang_up(writer: asyncio.StreamWriter, how: str) -> None:
     writer.transport.abort() if how == "rst" else writer.close()
 
 
-async def until_submitted(engine: FakeEngineClient, count: int) -> None:
-    """Wait until the engine has seen that many requests."""
-    async with asyncio.timeout(2):
-        while len(engine.submissions) < count:  # noqa: ASYNC110 - the fake has no event for it
-            await asyncio.sleep(0.001)
+async def until_aborted(live: LiveServer) -> None:
+    """Wait until the first request has been aborted."""
+    await asyncio.wait_for(live.engine.submissions[0].aborted_event.wait(), PATIENCE)
 
 
 @pytest.mark.asyncio
@@ -45,15 +44,23 @@ async def until_submitted(engine: FakeEngineClient, count: int) -> None:
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("phase", ["queued", "prefilling", "streaming"])
 async def test_hanging_up_aborts(live: LiveServer, how: str, stream: bool, phase: str) -> None:
-    """Queued, prefilling or streaming, streamed or whole, FIN or RST: aborted in an instant (100 ms when idle)."""
-    delay = {"queued": {"start_delay": 60.0}, "prefilling": {"delay": 60.0}, "streaming": {"delay": 0.002}}[phase]
-    live.engine.script = Script([120] * 900, **delay)  # type: ignore[arg-type]
+    """Queued, prefilling or streaming, streamed or whole, FIN or RST: aborted long before its next token or its end,
+    which are further away than this test waits.
+    """
+    tokens, delay = [120] * 900, {"queued": {"start_delay": 3600.0}, "prefilling": {"delay": 3600.0}}.get(phase, {})
+    engine = live.engine
+    engine.script = Script(tokens[:5] if phase == "streaming" else tokens, hang=True, **delay)
     _, writer = await live.connect()
     writer.write(request_bytes(stream=stream))
-    await until_submitted(live.engine, 1)
-    await asyncio.sleep(0.03)
+    await eventually(lambda: len(engine.submissions) == 1)
+    await eventually(
+        lambda: (
+            (engine.num_running, engine.submissions[0].num_sent)
+            == {"queued": (0, 0), "prefilling": (1, 0), "streaming": (1, 5)}[phase]
+        )
+    )
     hang_up(writer, how)
-    await asyncio.wait_for(live.engine.submissions[0].aborted_event.wait(), 0.3)
+    await until_aborted(live)
     assert live.context.service.num_running == 0
 
 
@@ -63,7 +70,7 @@ async def test_random_moments_leave_nothing_running(live: LiveServer) -> None:
     goes on.
     """
     rng = random.Random(7)
-    live.engine.script = Script([120] * 30, delay=0.001)
+    live.engine.script = lambda submission, _: Script([120] * 30, delay=0.001, hang=submission.request_id % 5 == 0)
 
     async def one() -> None:
         _, writer = await live.connect()
@@ -77,9 +84,7 @@ async def test_random_moments_leave_nothing_running(live: LiveServer) -> None:
 
     for _ in range(10):
         await asyncio.gather(*(one() for _ in range(20)))
-    async with asyncio.timeout(2):
-        while live.context.service.num_running:  # noqa: ASYNC110 - nothing announces it
-            await asyncio.sleep(0.01)
+    await eventually(lambda: live.context.service.num_running == 0)
     assert all(s.aborted or s.ended for s in live.engine.submissions)
     assert any(s.aborted for s in live.engine.submissions)
     live.engine.script = say("still here")
@@ -98,18 +103,20 @@ async def test_reader_that_does_not_read_is_dropped(tiny_folder: Path) -> None:
         loop = asyncio.get_running_loop()
         await loop.sock_connect(raw, ("127.0.0.1", live.port))
         await loop.sock_sendall(raw, request_bytes(stream=True, logprobs=True, top_logprobs=20, n=4))
-        await until_submitted(engine, 1)
-        fast = asyncio.create_task(live.get("/livez"))
-        assert (await fast).status == 200
-        await asyncio.wait_for(engine.submissions[0].aborted_event.wait(), 10)
+        await eventually(lambda: len(engine.submissions) == 1)
+        assert (await live.get("/livez")).status == 200
+        await until_aborted(live)
         raw.close()
 
 
 @pytest.mark.asyncio
 async def test_slow_reader_that_reads_is_kept(tiny_folder: Path) -> None:
-    """Reading slowly is progress: the stream waits for its reader, loses nothing, and keeps nobody else waiting."""
+    """Reading slowly is progress: the stream waits for its reader, loses nothing, and keeps nobody else waiting.
+
+    Others are answered while nothing is read. Reading takes three times as long as none may take.
+    """
     engine = FakeEngineClient(Script([120] * 250))
-    config = ServerConfig(port=0, send_timeout=0.5, heartbeat_interval=0.1)
+    config = ServerConfig(port=0, send_timeout=3.0, heartbeat_interval=0.1)
     async with live_server(tiny_folder, engine, server=config) as live:
         engine.info = msgspec.structs.replace(engine.info, max_model_len=10_000, max_tokens_in_pool=10_000)
         raw = socket.socket()
@@ -119,20 +126,16 @@ async def test_slow_reader_that_reads_is_kept(tiny_folder: Path) -> None:
         await loop.sock_connect(raw, ("127.0.0.1", live.port))
         await loop.sock_sendall(raw, request_bytes(stream=True, logprobs=True, top_logprobs=20, n=4))
         received = bytearray()
-        slowest = 0.0
-        while piece := await asyncio.wait_for(loop.sock_recv(raw, 8192), 5):
+        while piece := await asyncio.wait_for(loop.sock_recv(raw, 8192), PATIENCE):
             received += piece
             if len(received) % 7 == 0:
-                started = loop.time()
                 assert (await live.get("/livez")).status == 200
-                slowest = max(slowest, loop.time() - started)
-            await asyncio.sleep(0.01)
+            await asyncio.sleep(0.06)
             if b"data: [DONE]" in received[-200:]:
                 break
         assert len(received) > 1_000_000
         assert received.count(b'"finish_reason":"stop"') == 4
         assert not engine.submissions[0].aborted
-        assert slowest < 0.5
         raw.close()
 
 
@@ -142,7 +145,6 @@ async def test_pipelined_second_request_does_not_hide_a_disconnect(live: LiveSer
     live.engine.script = Script([120], hang=True)
     _, writer = await live.connect()
     writer.write(request_bytes(stream=True) + b"GET /livez HTTP/1.1\r\nHost: localhost\r\n\r\n")
-    await until_submitted(live.engine, 1)
-    await asyncio.sleep(0.05)
+    await eventually(lambda: len(live.engine.submissions) == 1 and live.engine.submissions[0].num_sent == 1)
     hang_up(writer, "fin")
-    await asyncio.wait_for(live.engine.submissions[0].aborted_event.wait(), 1.0)
+    await until_aborted(live)

@@ -6,7 +6,6 @@ import asyncio
 import json
 import signal
 import sys
-import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.server.live import HI, Reply, parse_reply
+from tests.waiting import PATIENCE
 
 CANARY = "canary-7f3a"
 
@@ -35,7 +35,7 @@ class Process:
             head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n"
         writer.write(head.encode() + b"\r\n" + body)
         try:
-            return parse_reply(await asyncio.wait_for(reader.read(), 20))
+            return parse_reply(await asyncio.wait_for(reader.read(), PATIENCE))
         finally:
             writer.close()
 
@@ -43,9 +43,26 @@ class Process:
         messages = [*HI, {"role": "assistant", "content": CANARY}, *HI]
         return await self.send("POST", "/v1/chat/completions", {"messages": messages, **fields})
 
+    async def line(self) -> str:
+        """The next line that it prints."""
+        assert self.child.stdout is not None
+        return (await asyncio.wait_for(self.child.stdout.readline(), PATIENCE)).decode().strip()
+
+    async def hold(self, count: int) -> None:
+        """Wait until so many answers are in their middle, where they stay."""
+        for _ in range(count):
+            assert await self.line() == "holding"
+
+    async def drain(self) -> None:
+        """Send SIGTERM and wait until it is known to be obeyed."""
+        self.child.send_signal(signal.SIGTERM)
+        async with asyncio.timeout(PATIENCE):
+            while (await self.send("GET", "/readyz")).json != {"status": "draining"}:
+                pass
+
     async def end(self) -> str:
         """Wait for the exit, which must be clean; its log."""
-        _, log = await asyncio.wait_for(self.child.communicate(), 20)
+        _, log = await asyncio.wait_for(self.child.communicate(), PATIENCE)
         assert self.child.returncode == 0, log.decode()
         assert b"Traceback" not in log, log.decode()
         assert CANARY not in log.decode()
@@ -53,15 +70,15 @@ class Process:
 
 
 @asynccontextmanager
-async def process(folder: Path, *, drain_timeout: float, delay: float) -> AsyncIterator[Process]:
+async def process(folder: Path, *, drain_timeout: float) -> AsyncIterator[Process]:
     child = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "tests.server.draining_server", str(folder), str(drain_timeout), str(delay),
+        sys.executable, "-m", "tests.server.draining_server", str(folder), str(drain_timeout),
         stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
     )  # fmt: skip
     try:
-        assert child.stdout is not None
-        url = (await asyncio.wait_for(child.stdout.readline(), 20)).decode().strip()
-        yield Process(child, int(url.rsplit(":", 1)[1]))
+        server = Process(child, 0)
+        server.port = int((await server.line()).rsplit(":", 1)[1])
+        yield server
     finally:
         if child.returncode is None:
             child.kill()
@@ -71,16 +88,15 @@ async def process(folder: Path, *, drain_timeout: float, delay: float) -> AsyncI
 @pytest.mark.asyncio
 async def test_running_streams_finish_and_new_work_is_refused(tiny_folder: Path) -> None:
     """Tokens keep flowing after SIGTERM; new requests get 503 with Retry-After; then the process exits with 0."""
-    async with process(tiny_folder, drain_timeout=20, delay=0.04) as server:
+    async with process(tiny_folder, drain_timeout=3600) as server:
         running = [asyncio.create_task(server.chat(stream=bool(i % 2))) for i in range(20)]
-        await asyncio.sleep(0.5)
-        server.child.send_signal(signal.SIGTERM)
-        await asyncio.sleep(0.3)
+        await server.hold(20)
+        await server.drain()
         refused = await server.chat()
         assert (refused.status, refused.error["code"]) == (503, "draining")
         assert refused.headers["retry-after"]
-        assert (await server.send("GET", "/readyz")).json == {"status": "draining"}
         assert (await server.send("GET", "/livez")).status == 200
+        server.child.send_signal(signal.SIGUSR1)
         for index, reply in enumerate(await asyncio.gather(*running)):
             if index % 2:
                 assert reply.events[-1] == "[DONE]"
@@ -97,13 +113,12 @@ async def test_past_the_limit_every_stream_gets_an_explicit_error(tiny_folder: P
     """At the drain's end, or at once on a second signal: an error event and a close for streams, 503 for the rest;
     none is cut in silence.
     """
-    async with process(tiny_folder, drain_timeout=0.5 if signals == 1 else 60, delay=1.0) as server:
+    async with process(tiny_folder, drain_timeout=0.5 if signals == 1 else 3600) as server:
         running = [asyncio.create_task(server.chat(stream=bool(i % 2))) for i in range(10)]
-        await asyncio.sleep(1.2)
-        started = time.monotonic()
-        for _ in range(signals):
-            server.child.send_signal(signal.SIGTERM)
-            await asyncio.sleep(0.15)
+        await server.hold(10)
+        if signals == 2:
+            await server.drain()  # two at once may arrive as one
+        server.child.send_signal(signal.SIGTERM)
         for index, reply in enumerate(await asyncio.gather(*running)):
             if index % 2:
                 assert json.loads(reply.events[-1])["error"]["code"] == "draining"
@@ -111,24 +126,22 @@ async def test_past_the_limit_every_stream_gets_an_explicit_error(tiny_folder: P
             else:
                 assert (reply.status, reply.error["code"]) == (503, "draining")
         log = await server.end()
-        assert time.monotonic() - started < 5
         assert "drain_timeout" in log
 
 
 @pytest.mark.asyncio
 async def test_idle_server_exits_at_once(tiny_folder: Path) -> None:
-    """With nothing running, SIGTERM and SIGINT alike end the process within a second or so, idle keep-alive
-    connections or not.
+    """With nothing running, SIGTERM and SIGINT alike end the process without any wait, idle keep-alive connections or
+    not: everything it could wait for takes longer than this test waits.
     """
     for sig in (signal.SIGTERM, signal.SIGINT):
-        async with process(tiny_folder, drain_timeout=60, delay=0) as server:
+        async with process(tiny_folder, drain_timeout=3600) as server:
+            server.child.send_signal(signal.SIGUSR1)
             assert (await server.chat()).status == 200
             reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
             writer.write(b"GET /livez HTTP/1.1\r\nHost: localhost\r\n\r\n")
             await reader.readuntil(b"}")
-            started = time.monotonic()
             server.child.send_signal(sig)
             await server.end()
-            assert time.monotonic() - started < 3
             assert await reader.read() == b""
             writer.close()

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import random
-import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from structlog.testing import capture_logs
@@ -36,6 +36,12 @@ ADMIN = "the-admin-key"
 PLAIN = "a-plain-key"
 LONG_ADMIN = "0123456789abcdef" * 2
 LONG_PLAIN = "fedcba9876543210" * 2
+
+
+@pytest.fixture(autouse=True)
+def _time_stands_still(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What an address may not send at once it may send a few seconds later, which a busy machine takes."""
+    monkeypatch.setattr(auth_module, "time", SimpleNamespace(monotonic=lambda: 1000.0))
 
 
 def try_wrong(guard: KeyGuard, address: str, times: int, now: float = 0.0) -> int:
@@ -215,7 +221,7 @@ async def test_a_flood_of_guesses_delays_nobody(tiny_folder: Path) -> None:
                 statuses.append(await guarded(live, f"{number}-{guess}", "127.0.0.66"))
 
         await asyncio.gather(*(attack(number) for number in range(20)))
-        assert statuses.count(401) <= WRONG_KEYS_PER_MINUTE + 5  # and what drains meanwhile
+        assert statuses.count(401) == WRONG_KEYS_PER_MINUTE
         assert statuses.count(401) + statuses.count(429) == 1000
         live.address = "127.0.0.1"
         assert (
@@ -267,8 +273,7 @@ async def test_sessions_go_with_their_key(monkeypatch: pytest.MonkeyPatch) -> No
         with pytest.raises(AuthenticationError):
             visit(auth, token)
     visit(auth, tokens[3])
-    later = time.monotonic() + SESSION_SECONDS + 1
-    monkeypatch.setattr(auth_module.time, "monotonic", lambda: later)
+    monkeypatch.setattr(auth_module, "time", SimpleNamespace(monotonic=lambda: 1000.0 + SESSION_SECONDS + 1))
     with pytest.raises(AuthenticationError):
         visit(auth, tokens[3])
     assert not auth._sessions

@@ -13,6 +13,7 @@ import pytest_asyncio
 from chatserve.config import ServerConfig
 from tests.fakes import FakeEngineClient, Script, say
 from tests.server.live import LiveServer, live_server
+from tests.waiting import PATIENCE
 
 MESSAGES: Any = [{"role": "user", "content": "hi"}]
 
@@ -93,7 +94,7 @@ async def test_early_close_frees_the_engine(live: LiveServer, client: openai.Asy
     async for _ in stream:
         break
     await stream.close()
-    await asyncio.wait_for(live.engine.submissions[0].aborted_event.wait(), 1.0)
+    await asyncio.wait_for(live.engine.submissions[0].aborted_event.wait(), PATIENCE)
 
 
 @pytest.mark.asyncio

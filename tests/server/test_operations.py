@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+import sys
 import time
 from pathlib import Path
+from types import FrameType
 
 import msgspec
 import pytest
@@ -17,6 +19,7 @@ from chatserve.server.metrics import Histogram, ServerMetrics
 from chatserve.server.routes.ui import load_files, web_folder
 from tests.fakes import FakeEngineClient, Script, say
 from tests.server.live import HI, LiveServer, live_server
+from tests.waiting import eventually
 
 
 @pytest.mark.asyncio
@@ -44,13 +47,12 @@ async def test_health_follows_the_engine(live: LiveServer) -> None:
 @pytest.mark.asyncio
 async def test_full_queue(tiny_folder: Path) -> None:
     """At the queue's limit: 429 with Retry-After, not ready, counted; running streams are not touched."""
-    engine = FakeEngineClient(Script([120] * 3, delay=0.1), max_running=1)
+    engine = FakeEngineClient(held := Script([120] * 3, delay=0.005, hang=True), max_running=1)
     async with live_server(tiny_folder, engine, max_queued=2, server=ServerConfig(port=0)) as live:
         running = []
-        for expected in ((1, 0), (1, 1), (1, 2)):
+        for waiting in range(3):
             running.append(asyncio.create_task(live.chat(stream=True)))
-            while (engine.num_running, engine.num_waiting) != expected:  # noqa: ASYNC110 - the fake has no event
-                await asyncio.sleep(0.001)
+            await eventually(lambda waiting=waiting: (engine.num_running, engine.num_waiting) == (1, waiting))  # type: ignore[misc]
         reply = await live.chat()
         assert (reply.status, reply.error["code"], reply.error["type"]) == (429, "queue_full", "rate_limit_error")
         assert reply.headers["retry-after"] == "1"
@@ -59,6 +61,7 @@ async def test_full_queue(tiny_folder: Path) -> None:
             'vllm:admission_rejections_total{engine="0",model_name="tiny",reason="queue_full"} 1.0'
             in (await live.get("/metrics")).body.decode()
         )
+        held.hang = False
         assert [reply.events[-1] for reply in await asyncio.gather(*running)] == ["[DONE]"] * 3
 
 
@@ -151,10 +154,10 @@ async def test_page_files(live: LiveServer) -> None:
     assert reply.headers["referrer-policy"] == "no-referrer"
     assert (await live.get("/", If_None_Match=reply.headers["etag"])).status == 304
     assert (await live.get("/", If_None_Match='W/"x", ' + reply.headers["etag"])).status == 304
-    started = time.monotonic()
+    started = time.process_time()  # of this process alone: the machine may be busy
     ranged = await live.get("/", Range="bytes=" + ",".join(f"{i}-{i + 1}" for i in range(6000)))
     assert (ranged.status, ranged.body) == (200, reply.body)
-    assert time.monotonic() - started < 0.5
+    assert time.process_time() - started < 0.5
     head = await live.request("HEAD", "/")
     assert (head.status, head.body) == (200, b"")
     for path in (
@@ -247,17 +250,28 @@ async def test_token_outside_the_vocabulary_fails_that_request_only(live: LiveSe
 
 @pytest.mark.asyncio
 async def test_per_token_cost_of_the_api_process(live: LiveServer) -> None:
-    """A streamed token costs the API process well under 100 µs of CPU (fake engine included), so that it keeps up."""
+    """A streamed token costs the API process few calls of Python functions (client and fake engine included), so that
+    it keeps up; what they take, `scripts/bench streaming` measures.
+    """
     engine = live.engine
     engine.script = Script([120] * 1000)
     engine.info = msgspec.structs.replace(engine.info, max_model_len=100_000, max_tokens_in_pool=100_000)
     await live.chat(stream=True)
-    started = time.process_time()
-    reply = await live.chat(stream=True)
-    spent = (time.process_time() - started) / 1000
-    assert len(reply.chunks) > 100
-    assert spent < 300e-6
-    print(f"{spent * 1e6:.0f} µs per token, client and fake engine included")
+    calls = 0
+
+    def count(frame: FrameType, event: str, _: object) -> None:
+        nonlocal calls
+        calls += event == "call"
+
+    before = sys.getprofile()
+    sys.setprofile(count)
+    try:
+        reply = await live.chat(stream=True)
+    finally:
+        sys.setprofile(before)
+    assert len(reply.chunks) > 1000
+    print(f"{calls / 1000:.0f} calls per token, client and fake engine included")
+    assert calls / 1000 < 100
 
 
 @pytest.mark.asyncio

@@ -31,7 +31,7 @@ def expected(tokens: list[int], stop: tuple[str, ...], tokenizer: Tokenizer) -> 
     return text[: end - len(which)], which
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_any_split_gives_the_same_result(tokenizer: Tokenizer, data: st.DataObject) -> None:
     """Deltas concatenated are the full decode, cut before the earliest stop; one end per choice; every id counted."""

@@ -11,8 +11,10 @@ from pathlib import Path
 import pytest
 
 from chatserve.config import ServerConfig
+from chatserve.server import http_protocol
 from tests.fakes import FakeEngineClient, Script
 from tests.server.live import HI, LiveServer, live_server, parse_reply
+from tests.waiting import PATIENCE
 
 BODY = json.dumps({"messages": HI}).encode()
 HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
@@ -108,15 +110,16 @@ async def test_header_and_url_floods(live: LiveServer) -> None:
             for offset in range(0, len(rest), 65536):
                 writer.write(rest[offset : offset + 65536])
                 await asyncio.sleep(0)
-            reply = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 5)
+            reply = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), PATIENCE)
             assert reply.startswith(b"HTTP/1.1 %d" % status), (status, reply[:200])
             writer.transport.abort()
     assert rss_kib() - before < 40_000  # the flood itself is made in this process
 
 
 @pytest.mark.asyncio
-async def test_body_over_the_limit(live: LiveServer) -> None:
+async def test_body_over_the_limit(live: LiveServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """A declared or a chunked body over 4 MiB is 413 before it is read to its end, and the client gets to read it."""
+    monkeypatch.setattr(http_protocol, "LINGER_SECONDS", PATIENCE)  # for what this process has yet to send
     limit = live.context.config.server.max_body_bytes
     declared = await live.raw(HEAD + b"Connection: close\r\nContent-Length: %d\r\n\r\n{" % (limit + 1))
     assert parse_reply(declared).error["code"] == "request_too_large"
@@ -128,7 +131,7 @@ async def test_body_over_the_limit(live: LiveServer) -> None:
     for _ in range(limit // 0x10000 + 2):
         writer.write(piece)
         await asyncio.sleep(0)
-    assert (await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 5)).startswith(b"HTTP/1.1 413")
+    assert (await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), PATIENCE)).startswith(b"HTTP/1.1 413")
     writer.transport.abort()
     just_right = b'{"messages":[{"role":"user","content":"hi"}],"unknown":"' + b"a" * (limit - 58) + b'"}'
     assert len(just_right) == limit
@@ -141,7 +144,7 @@ async def test_endless_refused_body_is_cut(live: LiveServer) -> None:
     reader, writer = await live.connect()
     writer.write(b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: multipart/form-data\r\n")
     writer.write(b"Content-Length: 100000000\r\n\r\n")
-    assert (await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 5)).startswith(b"HTTP/1.1 415")
+    assert (await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), PATIENCE)).startswith(b"HTTP/1.1 415")
     sent = 0
     with pytest.raises(ConnectionError):  # noqa: PT012 - which of the writes fails is the kernel's choice
         while sent < 100_000_000:
@@ -155,11 +158,10 @@ async def test_endless_refused_body_is_cut(live: LiveServer) -> None:
 @pytest.mark.asyncio
 @pytest.mark.parametrize("where", ["nothing", "headers", "body", "second request"])
 async def test_slow_senders_are_cut(tiny_folder: Path, where: str) -> None:
-    """A byte now and then does not hold a connection: 408 and a close at the deadline, wherever it stalls."""
-    config = ServerConfig(port=0, receive_timeout=0.4)
+    """A byte now and then does not hold a connection, however long they come: 408 and a close, wherever it stalls."""
+    config = ServerConfig(port=0, receive_timeout=1.0)
     async with live_server(tiny_folder, FakeEngineClient(), server=config) as live:
         reader, writer = await live.connect()
-        started = time.monotonic()
         if where == "headers":
             writer.write(HEAD)
         elif where == "body":
@@ -168,14 +170,15 @@ async def test_slow_senders_are_cut(tiny_folder: Path, where: str) -> None:
             writer.write(b"GET /livez HTTP/1.1\r\nHost: localhost\r\n\r\n")
             await reader.readuntil(b'{"status":"ok"}')
             writer.write(b"GET /livez HTTP/1.1\r\n")
-        for _ in range(3):
-            await asyncio.sleep(0.1)
-            if where != "nothing":
-                writer.write(b"x")
-        reply = await asyncio.wait_for(reader.read(), 2)
+        reading = asyncio.create_task(reader.read())
+        async with asyncio.timeout(PATIENCE):
+            while not reading.done():
+                await asyncio.sleep(0.05)
+                if where != "nothing":
+                    writer.write(b"x")
+        reply = await reading
         assert reply.startswith(b"HTTP/1.1 408")
         assert parse_reply(reply).error["code"] == "request_timeout"
-        assert time.monotonic() - started < 1.5
         writer.close()
 
 
@@ -183,7 +186,7 @@ async def test_slow_senders_are_cut(tiny_folder: Path, where: str) -> None:
 @pytest.mark.parametrize("rest", [b"", b"zz not a chunk"])
 async def test_refused_requests_get_no_second_answer(tiny_folder: Path, rest: bytes) -> None:
     """A request that was answered while its body was on its way gets no other answer when the body stalls or breaks."""
-    config = ServerConfig(port=0, receive_timeout=0.4)
+    config = ServerConfig(port=0, receive_timeout=1.0)
     async with live_server(tiny_folder, FakeEngineClient(), server=config) as live:
         reader, writer = await live.connect()
         writer.write(HEAD.replace(b"json", b"xml") + b"Transfer-Encoding: chunked\r\n\r\n1\r\n{\r\n")
@@ -191,31 +194,31 @@ async def test_refused_requests_get_no_second_answer(tiny_folder: Path, rest: by
         assert head.startswith(b"HTTP/1.1 415")
         writer.write(rest)
         with contextlib.suppress(ConnectionError):
-            assert b"HTTP/1.1" not in await asyncio.wait_for(reader.read(), 3)
+            assert b"HTTP/1.1" not in await asyncio.wait_for(reader.read(), PATIENCE)
         writer.close()
 
 
 @pytest.mark.asyncio
 async def test_deadline_ends_with_the_request(tiny_folder: Path) -> None:
     """Answering may take longer than receiving may: a slow answer is not cut by the receive deadline."""
-    engine = FakeEngineClient(Script([120] * 4, delay=0.15))
-    async with live_server(tiny_folder, engine, server=ServerConfig(port=0, receive_timeout=0.3)) as live:
+    engine = FakeEngineClient(Script([120] * 4, delay=0.5))
+    async with live_server(tiny_folder, engine, server=ServerConfig(port=0, receive_timeout=1.0)) as live:
         assert (await live.chat()).json["choices"][0]["message"]["content"] == "xxxx"
 
 
 @pytest.mark.asyncio
 async def test_slow_senders_do_not_slow_others(tiny_folder: Path) -> None:
-    """200 stalled connections cost a healthy client nothing it would notice."""
-    async with live_server(tiny_folder, FakeEngineClient(), server=ServerConfig(port=0, receive_timeout=2.0)) as live:
+    """200 stalled connections, all of them open throughout, cost a healthy client nothing it would notice."""
+    async with live_server(tiny_folder, FakeEngineClient(), server=ServerConfig(port=0, receive_timeout=3600)) as live:
         stalled = [await live.connect() for _ in range(200)]
         for _, writer in stalled:
             writer.write(HEAD)
-        slowest = 0.0
+        assert (await live.chat()).status == 200
+        started = time.process_time()  # of this process alone: the machine may be busy
         for _ in range(20):
-            started = time.monotonic()
             assert (await live.chat()).status == 200
-            slowest = max(slowest, time.monotonic() - started)
-        assert slowest < 0.5
+        assert (time.process_time() - started) / 20 < 0.25
+        assert len(live.server.server_state.connections) >= 200
         for _, writer in stalled:
             writer.transport.abort()
 
@@ -243,11 +246,11 @@ async def test_offered_upgrades_are_ignored(live: LiveServer) -> None:
     offer = b"Upgrade: h2c\r\nConnection: Upgrade, HTTP2-Settings\r\nHTTP2-Settings: AAMAAABkAAQCAAAAAAIAAAAA\r\n"
     reader, writer = await live.connect()
     writer.write(b"GET /livez HTTP/1.1\r\nHost: localhost\r\n" + offer + b"\r\n")
-    assert (await asyncio.wait_for(reader.readuntil(b"}"), 5)).startswith(b"HTTP/1.1 200")
+    assert (await asyncio.wait_for(reader.readuntil(b"}"), PATIENCE)).startswith(b"HTTP/1.1 200")
     writer.close()
     reader, writer = await live.connect()
     writer.write(HEAD + offer + b"Content-Length: %d\r\n\r\n" % len(BODY) + BODY)
-    head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 5)
+    head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), PATIENCE)
     assert head.startswith(b"HTTP/1.1 400")
     writer.close()
 

@@ -17,9 +17,10 @@ from chatserve.tenancy.registry import TenantRegistry
 from chatserve.tenancy.store import TenantStore
 from chatserve.tenancy.tenant import Tenant
 from tests.fakes import FakeEngineClient, Script, ids, say
-from tests.server.house import ADMIN, House, eventually
+from tests.server.house import ADMIN, House
 from tests.server.live import HI, live_server
 from tests.server.ws_client import ws_client
+from tests.waiting import eventually
 
 pytestmark = pytest.mark.asyncio
 
@@ -151,7 +152,7 @@ async def test_revoking_a_key_ends_its_running_streams_only(house: House) -> Non
 
 async def test_revocation_before_the_first_byte_is_401(house: House) -> None:
     """A request that waits in the queue when its key goes is refused as such, and frees its place."""
-    house.live.engine.script = say("Hello!", start_delay=5.0)
+    house.live.engine.script = say("Hello!", start_delay=3600.0)
     waiting = asyncio.create_task(house.chat("acme"))
     await eventually(lambda: house.registry.account("acme").num_open == 1)
     await house.registry.update_tenant("acme", {"disabled": True})
@@ -186,15 +187,18 @@ async def test_revocation_closes_sockets(house: House) -> None:
 
 
 async def test_a_key_that_expires_ends_streams_and_sockets(house: House) -> None:
-    """Within a second of its time: the event stream gets the code, the socket's answer fails and it closes with 4401;
-    another key of the same tenant goes on.
+    """Long before their answers' end: the event stream gets the code, the socket's answer fails and it closes with
+    4401; another key of the same tenant goes on.
     """
-    house.live.engine.script = Script(ids("abcdefgh" * 60), delay=0.01)
-    house.keys["soon"] = (await house.registry.new_key("acme", expires=time.time() + 1.0)).text
+    house.live.engine.script = held = Script(ids("abcdefgh" * 5), delay=0.01, hang=True)
+    expires = time.time() + 3600
+    house.keys["soon"] = (await house.registry.new_key("acme", expires=expires)).text
     stream = asyncio.create_task(house.chat("soon", stream=True, max_tokens=400))
     other = asyncio.create_task(house.chat("acme", stream=True, max_tokens=200))
     async with ws_client(house.live, additional_headers={"Authorization": f"Bearer {house.keys['soon']}"}) as client:
         ack = await client.reply(await client.send("chat.send", content="hi"))
+        await eventually(lambda: sum(s.num_sent > 20 for s in house.live.engine.submissions) == 3)
+        house.registry._clock = lambda: expires
         with pytest.raises(ConnectionClosed) as closed:
             await client.until("never")
         assert closed.value.rcvd is not None
@@ -203,6 +207,8 @@ async def test_a_key_that_expires_ends_streams_and_sockets(house: House) -> None
     cut = await stream
     assert json.loads(cut.events[-1])["error"]["code"] == "key_revoked"
     assert len(cut.events) > 10
+    assert [s.aborted for s in house.live.engine.submissions].count(False) == 1
+    held.hang = False
     assert (await other).events[-1] == "[DONE]"
     refused = await house.chat("soon")
     assert (refused.status, refused.error["code"]) == (401, "key_expired")

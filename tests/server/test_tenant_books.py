@@ -11,7 +11,8 @@ import pytest
 
 from chatserve.tenancy.usage import Usage
 from tests.fakes import Script, ids, say
-from tests.server.house import House, eventually
+from tests.server.house import House
+from tests.waiting import eventually
 
 pytestmark = pytest.mark.asyncio
 
@@ -82,7 +83,7 @@ async def test_a_client_that_leaves_is_charged_for_what_it_got(house: House) -> 
     await eventually(lambda: house.usage("acme").requests_cancelled == 1)
     assert 0 < house.usage("acme").delivered_tokens <= house.usage("acme").generated_tokens
     assert house.usage("acme").generated_tokens == house.live.engine.submissions[0].num_sent
-    house.live.engine.script = say("x", start_delay=5.0)
+    house.live.engine.script = say("x", start_delay=3600.0)
     task = asyncio.create_task(house.chat("beta"))
     await eventually(lambda: house.registry.account("beta").num_open == 1)
     task.cancel()

@@ -10,8 +10,9 @@ from chatserve.server import app
 from chatserve.server.websocket import websocket_routes
 from chatserve.sessions.memory_store import MemoryStore
 from tests.fakes import Script, ids
-from tests.server.house import House, eventually
+from tests.server.house import House
 from tests.server.ws_client import ws_client
+from tests.waiting import eventually
 
 pytestmark = pytest.mark.asyncio
 

@@ -25,6 +25,7 @@ from chatserve.tenancy.usage import Usage
 from tests.e2e.byte_oracle import FACTORY
 from tests.fakes import make_config
 from tests.server.live import LiveServer, Reply, live_server
+from tests.waiting import PATIENCE, UNHURRIED
 
 pytestmark = pytest.mark.asyncio
 
@@ -108,7 +109,7 @@ class House:
 
     async def rest(self) -> EngineStats:
         """The engine's counters once it has reported that nothing runs."""
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(PATIENCE):
             while True:
                 state = await self.engine.state()
                 if not state.live_requests and self.engine.stats.generation_tokens == state.stats.generation_tokens:
@@ -126,7 +127,8 @@ async def house_over(folder: Path, *, num_blocks: int = 96) -> AsyncIterator[Hou
             executor=FACTORY,
             cache=CacheConfig(num_blocks=num_blocks, block_size=4),
             scheduler=SchedulerConfig(max_num_seqs=8),
-        )
+        ),
+        limits=UNHURRIED,
     )
     await engine.start()
     async with asyncio.timeout(60):
@@ -202,7 +204,7 @@ async def test_books_equal_the_engines_counters(tiny_folder: Path, monkeypatch: 
 
         house.engine.on_ready_change(remember)
         outcomes += await storm(40, kill=True)
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             await house.engine.wait_ready()
         outcomes += await storm(10, kill=False)
         stats = await house.rest()
@@ -223,7 +225,7 @@ async def test_books_equal_the_engines_counters(tiny_folder: Path, monkeypatch: 
         watching.cancel()
         await asyncio.gather(watching, return_exceptions=True)
         await watcher.look()
-        assert watcher.num_looks > 20
+        assert watcher.num_looks > 5
         # At rest every number is the truth: the pool's own counts, the engine's of both lives, the clients' cached.
         assert watcher.now["vllm:kv_cache_usage_perc"] == state.stats.blocks_held / state.stats.blocks_total == 0
         assert watcher.now["vllm:num_requests_running"] == watcher.now["vllm:num_requests_waiting"] == 0

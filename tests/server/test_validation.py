@@ -18,6 +18,7 @@ from chatserve.server.body import scan_structure
 from chatserve.server.parse import parse_request
 from chatserve.server.unsupported import NO_OPS
 from chatserve.server.wire import ChatCompletionRequest, CompletionRequest
+from chatserve.text.tokenizer import Tokenizer
 from tests.server.live import HI, LiveServer, Reply
 from tests.server.ws_client import ws_client
 
@@ -258,9 +259,9 @@ async def test_deep_nesting(live: LiveServer) -> None:
         for opening, closing in (("[", "]"), ('{"a":', "}")):
             deep = nested(min(depth, 4_000_000 // len(opening + closing)), opening, closing).replace(b":}", b":1}", 1)
             for field in (b"messages", b"unknown", b"tools", b"metadata", b"stop"):
-                started = time.monotonic()
+                started = time.process_time()  # of this process alone: the machine may be busy
                 await refused(live, CHAT, b'{"%s":%s}' % (field, deep))
-                assert time.monotonic() - started < 1.0
+                assert time.process_time() - started < 1.0
     await refused(live, CHAT, b"[" * 1_000_000)
     await refused(live, CHAT, b'{"messages":' * 300_000)
     text = "[" * 5000 + '\\"{' * 100
@@ -340,25 +341,32 @@ async def test_context_length(live: LiveServer) -> None:
 
 
 @pytest.mark.asyncio
-async def test_big_prompts_do_not_block_the_loop(live: LiveServer) -> None:
-    """While megabyte prompts are tokenised, only to be refused, others are answered at once."""
+async def test_big_prompts_do_not_block_the_loop(live: LiveServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While megabyte prompts are tokenised, only to be refused, others are answered."""
     roomy = {"max_model_len": 100_000, "max_tokens_in_pool": 100_000}  # else their length alone would refuse them
     live.engine.info = msgspec.structs.replace(live.engine.info, **roomy)
     big = json.dumps({"messages": [{"role": "user", "content": "word " * 150_000}]}).encode()
-    began = last = time.monotonic()
+    encode, answered, meanwhile = Tokenizer.encode, 0, []
+
+    def counting(tokenizer: Tokenizer, text: str, **options: bool) -> bytes:
+        before = answered
+        ids = encode(tokenizer, text, **options)
+        if len(text) > 500_000:
+            meanwhile.append(answered - before)
+        return ids
+
+    monkeypatch.setattr(Tokenizer, "encode", counting)
     hogs = [asyncio.create_task(live.post(CHAT, big)) for _ in range(2)]
-    gaps = []
     while not all(hog.done() for hog in hogs):
         assert (await live.get("/livez")).status == 200
+        answered += 1
         await asyncio.sleep(0.001)
-        now = time.monotonic()
-        gaps.append(now - last)
-        last = now
     for hog in hogs:
         reply = await hog
         assert (reply.status, "750" in reply.error["message"]) == (400, True)
-    # A share, since the machine may be busy: a loop that tokenises answers nobody for nearly half of the time.
-    assert max(gaps) < 0.3 * (last - began)
+    # It takes as long as hundreds of answers do: where it holds the loop or the interpreter, nobody is answered.
+    assert len(meanwhile) == 2
+    assert min(meanwhile) >= 5
 
 
 @pytest.mark.asyncio

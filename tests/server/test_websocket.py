@@ -3,26 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from chatserve.config import ServerConfig
+from chatserve.server import ws_transport
 from chatserve.sessions.memory_store import MemoryStore
 from tests.fakes import IM_END, FakeEngineClient, Script, Submission, ids, say
 from tests.server.live import LiveServer, live_server
 from tests.server.ws_client import ws_client
+from tests.waiting import eventually
 
 pytestmark = pytest.mark.asyncio
-
-
-async def eventually(condition: Callable[[], bool], seconds: float = 2.0) -> None:
-    """Wait for something that has to happen by itself."""
-    async with asyncio.timeout(seconds):
-        while not condition():  # noqa: ASYNC110 - the condition belongs to the server
-            await asyncio.sleep(0.005)
 
 
 async def test_welcome_tells_what_a_page_needs(live: LiveServer) -> None:
@@ -228,11 +222,14 @@ async def test_a_dead_engine_ends_every_answer(live: LiveServer) -> None:
 
 async def test_queue_position_is_told(tiny_folder: Path) -> None:
     """Who waits hears about it, before it starts and never after."""
-    engine = FakeEngineClient(lambda s, _: say("x" * 70, delay=0.01) if s.request_id == 0 else say("y"), max_running=1)
+    held = say("x", delay=0.005, hang=True)
+    engine = FakeEngineClient(lambda s, _: held if s.request_id == 0 else say("y"), max_running=1)
     async with live_server(tiny_folder, engine) as live, ws_client(live) as client:
         first = await client.call("chat.send", content="one")
         second = await client.call("chat.send", content="two")
         gen = second["gens"][0]["gen"]
+        await client.until("gen.queued")
+        held.hang = False
         await client.end_of(gen)
         mine = [message["type"] for message in client.messages if message.get("gen") == gen]
         await client.end_of(first["gens"][0]["gen"])
@@ -255,7 +252,7 @@ async def test_disconnect_stops_the_answer(tiny_folder: Path) -> None:
 
 async def test_conversation_of_nobody(live: LiveServer) -> None:
     """Unknown conversations and parents are not found; an answer that is still written cannot be continued."""
-    live.engine.script = say("x" * 300, delay=0.01)
+    live.engine.script = say("x", hang=True, delay=0.01)
     async with ws_client(live) as client:
         for fields in ({"conv": "c_none"}, {"conv": "c_none", "parent": "m_none"}, {"conv": "c_none", "parent": None}):
             assert (await client.call("chat.send", content="hi", **fields))["error"]["code"] == "not_found"
@@ -340,7 +337,7 @@ async def test_same_answer_as_over_http(live: LiveServer, params: dict[str, Any]
 
 async def test_full_queue(tiny_folder: Path) -> None:
     """A full queue refuses with a hint when to try again, and stores nothing."""
-    engine = FakeEngineClient(say("x" * 300, delay=0.01), max_running=1)
+    engine = FakeEngineClient(say("x", hang=True, delay=0.01), max_running=1)
     async with live_server(tiny_folder, engine, max_queued=1) as live, ws_client(live) as client:
         running = await client.call("chat.send", content="one")
         await client.until("gen.started")
@@ -363,24 +360,28 @@ async def test_two_sockets_share_nothing_but_the_tenant(live: LiveServer) -> Non
         assert "first" in live.engine.submissions[2].text
 
 
-async def test_draining(tiny_folder: Path) -> None:
+async def test_draining(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """SIGTERM: a notice, no new messages, running answers get their end, then a close that asks to come back."""
-    engine = FakeEngineClient(say("x" * 40, delay=0.01))
-    async with live_server(tiny_folder, engine) as live, ws_client(live) as client:
+    monkeypatch.setattr(ws_transport, "GOODBYE_SECONDS", 1.0)
+    engine = FakeEngineClient(held := say("x" * 40, delay=0.005, hang=True))
+    config = ServerConfig(port=0, drain_timeout=3600.0)
+    async with live_server(tiny_folder, engine, server=config) as live, ws_client(live) as client:
         ack = await client.call("chat.send", content="one")
         await client.until("gen.started")
         live.server.drain()
         notice = await client.until("server.draining")
-        assert notice["deadline_ms"] == 2000
+        assert notice["deadline_ms"] == 3_600_000
         assert (await client.call("chat.send", content="two"))["error"]["code"] == "draining"
+        held.hang = False
         end = await client.end_of(ack["gens"][0]["gen"])
         assert end["reason"] == "stop"
         await client.socket.wait_closed()
         assert client.socket.close_code in (1001, 1012)
 
 
-async def test_drain_timeout_is_explicit(tiny_folder: Path) -> None:
+async def test_drain_timeout_is_explicit(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An answer that outlasts the drain ends with an error before the socket closes."""
+    monkeypatch.setattr(ws_transport, "GOODBYE_SECONDS", 1.0)
     engine = FakeEngineClient(Script(tokens=ids("par"), hang=True))
     config = ServerConfig(port=0, drain_timeout=0.3)
     async with live_server(tiny_folder, engine, server=config) as live, ws_client(live) as client:

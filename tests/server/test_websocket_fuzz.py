@@ -17,6 +17,7 @@ from websockets.exceptions import ConnectionClosed
 from tests.fakes import FakeEngineClient, say
 from tests.server.live import LiveServer, live_server
 from tests.server.ws_client import ws_client
+from tests.waiting import eventually
 
 SCALARS = (
     st.none()
@@ -97,8 +98,7 @@ def test_any_frames(tiny_folder: Path, capfd: pytest.CaptureFixture[str]) -> Non
                 runner.run(converse(live, frames, greet))
 
             check()
-            runner.run(asyncio.sleep(0.1))
-            assert live.context.service.num_running == 0
+            runner.run(eventually(lambda: live.context.service.num_running == 0))
             assert engine.submissions, "some of it was good enough to be answered"
         finally:
             runner.run(server.__aexit__(None, None, None))

@@ -27,6 +27,7 @@ from tests.fakes import FakeEngineClient, Script, ids, say
 from tests.server import live as live_module
 from tests.server.live import LiveServer, live_server
 from tests.server.ws_client import WsClient, ws_client
+from tests.waiting import PATIENCE, eventually
 
 pytestmark = pytest.mark.asyncio
 
@@ -45,9 +46,8 @@ def limits(monkeypatch: pytest.MonkeyPatch, **values: Any) -> Iterator[None]:
 async def close_code(client: WsClient) -> int | None:
     """Read until the server closes; the code it gave."""
     with contextlib.suppress(ConnectionClosed):
-        async with asyncio.timeout(8):
-            while True:
-                await client.receive()
+        while True:
+            await client.receive()
     return client.socket.close_code
 
 
@@ -159,14 +159,18 @@ async def test_number_of_sockets(tiny_folder: Path) -> None:
     async with live_server(tiny_folder, FakeEngineClient(), server=server) as live, ws_client(live):
         async with ws_client(live):
             assert (await refused(live)).response.status_code == 429
-        await asyncio.sleep(0.05)
-        async with ws_client(live) as client:
-            assert client.messages
+        # The server may not have noticed yet.
+        async with asyncio.timeout(PATIENCE):
+            while True:
+                with contextlib.suppress(InvalidStatus):
+                    async with ws_client(live) as client:
+                        assert client.messages
+                    break
 
 
 async def test_hello_must_come(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A silent socket, or one that says everything but hello, is closed with 4408."""
-    with limits(monkeypatch, hello_seconds=0.3):
+    with limits(monkeypatch, hello_seconds=1.5):
         async with live_server(tiny_folder, FakeEngineClient()) as live:
             async with ws_client(live, hello=False) as silent, ws_client(live, hello=False) as rude:
                 error = await rude.call("chat.send", content="hi")
@@ -280,7 +284,7 @@ async def test_invalid_utf8(live: LiveServer, capfd: pytest.CaptureFixture[str])
     )
     assert b" 101 " in await reader.readuntil(b"\r\n\r\n")
     writer.write(bytes([0x81, 0x82, 0, 0, 0, 0, 0xFF, 0xFE]))
-    data = await asyncio.wait_for(reader.read(), 5)
+    data = await asyncio.wait_for(reader.read(), PATIENCE)
     writer.close()
     assert data[:1] == b"\x88"
     assert int.from_bytes(data[2:4], "big") == 1007
@@ -290,8 +294,9 @@ async def test_invalid_utf8(live: LiveServer, capfd: pytest.CaptureFixture[str])
 async def test_too_many_commands(live: LiveServer) -> None:
     """A flood is closed with 4429 and the seconds to wait."""
     async with ws_client(live) as client:
-        for number in range(200):
-            await client.socket.send(json.dumps({"type": "ping", "id": str(number)}))
+        with contextlib.suppress(ConnectionClosed):
+            for number in range(200):
+                await client.socket.send(json.dumps({"type": "ping", "id": str(number)}))
         assert await close_code(client) == 4429
         assert client.socket.close_reason == "1"
 
@@ -318,11 +323,15 @@ def narrow_socket(port: int) -> socket.socket:
 
 @pytest.mark.parametrize("by", ["time", "bytes"])
 async def test_slow_reader(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch, by: str) -> None:
-    """A socket that never reads is given up with 4410, and its answers are stopped; others notice nothing."""
+    """A socket that never reads is given up with 4410, and its answers are stopped; others notice nothing.
+
+    Where bytes are to decide, the time comes after this test's patience. When it reads again, all of it is still there.
+    """
+    monkeypatch.setattr(ws_transport, "ABORT_SECONDS", 3600.0)
     endless = Script(tokens=ids("x" * 100_000), hang=True)
     engine = FakeEngineClient(lambda submission, _: endless if submission.request_id == 0 else say("fine"))
     engine.info = msgspec.structs.replace(engine.info, max_model_len=10**9, max_tokens_in_pool=10**9)
-    server = ServerConfig(port=0, drain_timeout=2.0, send_timeout=0.5 if by == "time" else 60.0)
+    server = ServerConfig(port=0, drain_timeout=2.0, send_timeout=0.5 if by == "time" else 3600.0)
     small_buffers(monkeypatch)
     with limits(monkeypatch, max_pending_bytes=2**30 if by == "time" else 20_000):
         async with (
@@ -332,10 +341,7 @@ async def test_slow_reader(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch, b
         ):
             await slow.call("chat.send", content="hi", params={"n": 16})
             slow.socket.transport.pause_reading()
-            began = asyncio.get_running_loop().time()
-            async with asyncio.timeout(20):
-                await engine.submissions[0].aborted_event.wait()
-            assert by == "time" or asyncio.get_running_loop().time() - began < 15
+            await asyncio.wait_for(engine.submissions[0].aborted_event.wait(), PATIENCE)
             assert (await other.ask("hello"))[1] == "fine"
             assert live.context.service.num_running == 0
             slow.socket.transport.resume_reading()
@@ -348,14 +354,16 @@ async def test_a_reader_that_pauses_loses_nothing(tiny_folder: Path, monkeypatch
     engine = FakeEngineClient(say(text))
     engine.info = msgspec.structs.replace(engine.info, max_model_len=10**6, max_tokens_in_pool=10**6)
     small_buffers(monkeypatch)
-    async with live_server(tiny_folder, engine) as live, ws_client(live, sock=narrow_socket(live.port)) as client:
+    server = ServerConfig(port=0, drain_timeout=2.0, send_timeout=3600.0)
+    async with (
+        live_server(tiny_folder, engine, server=server) as live,
+        ws_client(live, sock=narrow_socket(live.port)) as client,
+    ):
         ack = await client.call("chat.send", content="hi")
         gen = ack["gens"][0]["gen"]
         await client.until("gen.delta")
         client.socket.transport.pause_reading()
-        async with asyncio.timeout(30):
-            while live.context.service.num_running:  # noqa: ASYNC110 - the condition belongs to the server
-                await asyncio.sleep(0.02)
+        await eventually(lambda: live.context.service.num_running == 0, 100)
         client.socket.transport.resume_reading()
         end = await client.end_of(gen)
     assert client.texts[gen] == text
@@ -368,9 +376,9 @@ async def test_a_peer_that_never_reads_again_is_cut_off(tiny_folder: Path, monke
     """Even the close frame is not waited for for ever: the connection is gone soon after 4410."""
     engine = FakeEngineClient(Script(tokens=ids("x" * 100_000), hang=True))
     engine.info = msgspec.structs.replace(engine.info, max_model_len=10**9, max_tokens_in_pool=10**9)
-    server = ServerConfig(port=0, drain_timeout=2.0, send_timeout=0.2)
+    server = ServerConfig(port=0, drain_timeout=2.0, send_timeout=1.0)
     small_buffers(monkeypatch)
-    monkeypatch.setattr(ws_transport, "ABORT_SECONDS", 0.3)
+    monkeypatch.setattr(ws_transport, "ABORT_SECONDS", 1.0)
     async with (
         live_server(tiny_folder, engine, server=server) as live,
         ws_client(live, sock=narrow_socket(live.port)) as slow,
@@ -378,7 +386,5 @@ async def test_a_peer_that_never_reads_again_is_cut_off(tiny_folder: Path, monke
         await slow.call("chat.send", content="hi", params={"n": 16})
         assert len(live.server.server_state.connections) == 1
         slow.socket.transport.pause_reading()
-        async with asyncio.timeout(20):
-            while live.server.server_state.connections:  # noqa: ASYNC110 - the condition belongs to the server
-                await asyncio.sleep(0.05)
+        await eventually(lambda: not live.server.server_state.connections)
         slow.socket.transport.abort()

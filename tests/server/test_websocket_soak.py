@@ -12,6 +12,7 @@ import pytest
 from tests.fakes import FakeEngineClient, Script, Submission, say
 from tests.server.live import LiveServer, live_server
 from tests.server.ws_client import WsClient, ws_client
+from tests.waiting import eventually
 
 pytestmark = pytest.mark.asyncio
 
@@ -81,11 +82,10 @@ async def test_many_unsteady_sockets(tiny_folder: Path) -> None:
     async with live_server(tiny_folder, engine) as live:
         users = [one_user(live, random.Random(f"{SEED}/{number}"), number) for number in range(SOCKETS)]
         dropped = sum(await asyncio.gather(*users))
-        async with asyncio.timeout(5):
-            while live.context.service.num_running:  # noqa: ASYNC110 - the condition belongs to the server
-                await asyncio.sleep(0.01)
-        await asyncio.sleep(0.05)
-        assert not [task for task in asyncio.all_tasks() if task.get_name().startswith(("turn ", "w_"))]
+        await eventually(lambda: live.context.service.num_running == 0)
+        await eventually(
+            lambda: not [task for task in asyncio.all_tasks() if task.get_name().startswith(("turn ", "w_"))]
+        )
     assert dropped > 0
     assert any(submission.aborted for submission in engine.submissions)
     assert len(engine.submissions) == SOCKETS * TURNS

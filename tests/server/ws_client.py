@@ -19,6 +19,7 @@ from websockets.asyncio.client import ClientConnection, connect
 from websockets.typing import Subprotocol
 
 from tests.server.live import LiveServer
+from tests.waiting import PATIENCE
 
 PROTOCOL = "chatserve.v1"
 Json = dict[str, Any]
@@ -50,7 +51,7 @@ class WsClient:
 
     async def receive(self) -> Json:
         """The next message, checked and remembered."""
-        frame = await asyncio.wait_for(self.socket.recv(), 20.0)
+        frame = await asyncio.wait_for(self.socket.recv(), PATIENCE)
         message = json.loads(frame)
         self.messages.append(message)
         self._check(message)
@@ -117,6 +118,7 @@ class WsClient:
 async def ws_client(live: LiveServer, *, hello: bool = True, **options: Any) -> AsyncIterator[WsClient]:
     """A connected client, greeted unless told otherwise."""
     options.setdefault("subprotocols", [Subprotocol(PROTOCOL)])
+    options.setdefault("open_timeout", PATIENCE)
     options.setdefault("max_queue", None)  # with its usual limit, a close waits ten seconds behind unread messages
     async with connect(f"ws://127.0.0.1:{live.port}/v1/ws", compression=None, **options) as socket:
         client = WsClient(socket)

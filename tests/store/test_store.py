@@ -151,7 +151,7 @@ def test_the_converter_ends_with_its_parent(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "chatserve.model.gguf_convert", str(source), str(tmp_path)]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     # Closes stdin, and waits; opening the pipe that nobody writes to would otherwise take for ever.
-    output, _ = process.communicate(timeout=20)
+    output, _ = process.communicate(timeout=60)
     assert process.returncode == 1
     assert b"error" not in output
 

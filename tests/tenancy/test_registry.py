@@ -15,10 +15,18 @@ from chatserve.errors import AuthenticationError, ChatserveError, ConflictError,
 from chatserve.tenancy import ledger as ledger_module
 from chatserve.tenancy.declared import Declared, declared_keys
 from chatserve.tenancy.keys import ApiKey, new_key, plain_digest
-from chatserve.tenancy.registry import Admission, TenantRegistry, default_database, open_registry, open_tenants
+from chatserve.tenancy.registry import (
+    REFRESH_SECONDS,
+    Admission,
+    TenantRegistry,
+    default_database,
+    open_registry,
+    open_tenants,
+)
 from chatserve.tenancy.store import TenantStore
 from chatserve.tenancy.tenant import Tenant, TenantLimits
 from chatserve.tenancy.usage import Usage, UsageRow, day_of
+from tests.waiting import PATIENCE
 
 NOON = 1_800_000_000.0
 PEPPER = bytes(32)
@@ -103,6 +111,7 @@ async def test_each_key_is_reported_gone_once(registry: TenantRegistry) -> None:
 async def test_another_process_is_noticed_within_a_second(tmp_path: Path) -> None:
     """What the command line changes takes effect in a running server, expiry included, without a restart."""
     path = tmp_path / "t.sqlite"
+    assert REFRESH_SECONDS < 1
     registry = open_registry(database=path, environ={})
     pepper = bytes.fromhex((tmp_path / "t.pepper").read_text())
     other = TenantStore(path)
@@ -114,13 +123,13 @@ async def test_another_process_is_noticed_within_a_second(tmp_path: Path) -> Non
         other.create_tenant(Tenant(name="acme", weight=3.0))
         made = new_key(pepper, "acme", created=0.0)
         other.add_key(made.record)
-        async with asyncio.timeout(2):
+        async with asyncio.timeout(PATIENCE):
             while code_of(registry, made.text) is not None:  # noqa: ASYNC110 - another process's change
                 await asyncio.sleep(0.01)
         assert registry.keys_required
         assert registry.tenant("acme").weight == 3.0
         other.revoke_key(made.record.id, 1.0)
-        async with asyncio.timeout(2):
+        async with asyncio.timeout(PATIENCE):
             while made.record.id not in gone:  # noqa: ASYNC110 - another process's change
                 await asyncio.sleep(0.01)
         assert gone == [None, made.record.id]
@@ -138,7 +147,7 @@ async def test_expiry_is_told_to_who_is_running(clock: Clock) -> None:
     registry.on_revoked(gone.extend)
     await registry.start()
     clock.now += 5
-    async with asyncio.timeout(2):
+    async with asyncio.timeout(PATIENCE):
         while not gone:  # noqa: ASYNC110 - the registry's own timer
             await asyncio.sleep(0.01)
     assert gone == ["k"]

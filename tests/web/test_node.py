@@ -25,7 +25,7 @@ def test_modules_of_the_page() -> None:
         pytest.skip("node is not installed; the page's unit tests need it")
     files = sorted(str(path) for path in (WEB / "tests").glob("*.test.js"))
     assert files, "no unit tests of the page were found"
-    done = subprocess.run([node, "--test", *files], capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run([node, "--test", *files], capture_output=True, text=True, timeout=110, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
