@@ -9,6 +9,7 @@ import gguf
 import pytest
 import torch
 from chatserve_kernels.cpu.backend import NativeBackend
+from chatserve_kernels.cpu.build import supported_isas
 from chatserve_kernels.cpu.weights import QuantisedRows, dequantise
 from chatserve_kernels.interface import Backend
 from chatserve_kernels.torch_backend import TorchBackend
@@ -25,17 +26,8 @@ from tests.kernels.native import library
 from tests.model.tiny import VARIANTS, all_logits, write_model
 from tests.store.tiny_gguf import write_gguf
 
-TEXT = """The harbour was quiet in the early morning. Fishing boats rocked against the stone wall, and the gulls had
-not yet begun their noise. A woman in a grey coat walked along the pier with a basket of bread under her
-arm, as she did every day of the year, winter and summer. She knew the names of the boats and of the men who
-owned them, and she knew which of them had gone out before dawn and which had stayed in bed. When she
-reached the small white house at the end, she knocked three times and waited. An old man opened the door. He
-had been a captain once, and he still kept a log of the weather, the tides and the ships that passed. "Good
-morning," she said. "There is fog over the island, and the ferry will be late." He nodded and wrote it down.
-Water boils at one hundred degrees at sea level, but at a lower temperature in the mountains, because the
-pressure of the air is lower there. A triangle has three sides, and the sum of its angles is one hundred and
-eighty degrees. In the evening the children of the village gathered under the lamp by the church and told
-each other stories about pirates, treasure and a light that moved over the water on stormy nights."""
+# English prose, long enough that errors of single tokens do not decide.
+TEXT = (Path(__file__).parents[2] / "LICENSE").read_text(encoding="utf-8")[:2200]
 
 
 def run(folder: Path, backend: Backend, dtype: torch.dtype, prompts: list[list[int]], quantization: Quantization):
@@ -46,13 +38,7 @@ def run(folder: Path, backend: Backend, dtype: torch.dtype, prompts: list[list[i
 
 @pytest.fixture(scope="module")
 def native() -> NativeBackend:
-    return NativeBackend(library("portable" if not _has("amx") else "amx"))
-
-
-def _has(isa: str) -> bool:
-    from chatserve_kernels.cpu.build import supported_isas
-
-    return isa in supported_isas()
+    return NativeBackend(library(supported_isas()[0]))
 
 
 @pytest.mark.parametrize("variant", [name for name in VARIANTS if name != "llama-head-dim"])
@@ -95,21 +81,21 @@ def smollm2() -> Path:
 
 
 def test_stored_blocks_are_used_and_the_model_reads_text_as_well(smollm2: Path, native: NativeBackend) -> None:
-    """Perplexity of a fixed text within 2 % of the dequantised model's in float32, in one chunk (tiles) and token by
-    token (dot products); nine of ten greedy choices are the same. (0.1 to 0.8 % are seen, by instruction set.)"""
+    """Perplexity of a fixed text within 1 % of the dequantised model's in float32, in one chunk (tiles) and token by
+    token (dot products); nine of ten greedy choices are the same. (0.0 to 0.3 % are seen, by instruction set.)"""
     ids = torch.frombuffer(bytearray(Tokenizer.from_folder(smollm2).encode(TEXT)), dtype=torch.int32).tolist()
     _, (expected,) = run(smollm2, TorchBackend(), torch.float32, [ids], "none")
     exact = perplexity(expected, ids)
     model, (ours,) = run(smollm2, native, torch.bfloat16, [ids], "auto")
     assert model.is_native
-    assert abs(perplexity(ours, ids) / exact - 1) < 0.02
+    assert abs(perplexity(ours, ids) / exact - 1) < 0.01
     assert (ours.argmax(-1) == expected.argmax(-1)).float().mean() > 0.9
     native.library.tile_threshold, before = 1 << 30, native.library.tile_threshold
     try:
         (dots,) = all_logits(model, [ids], torch.bfloat16)
     finally:
         native.library.tile_threshold = before
-    assert abs(perplexity(dots, ids) / exact - 1) < 0.02
+    assert abs(perplexity(dots, ids) / exact - 1) < 0.01
 
 
 @pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q8_0"])
