@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import mmap
+from array import array
 
 import numpy as np
 import numpy.typing as npt
@@ -109,9 +110,9 @@ class ModelRunner:
         if plan.sample_sources:
             rows = self._sampled_rows(_int32(plan.sample_rows).tolist())
             samples = sample(result, rows, self._backend)
-            for row, token in zip(rows, samples.tokens.tolist(), strict=True):
+            for row, token in zip(rows, samples.tokens, strict=True):
                 row.append(token)
-            tokens, logprobs = samples.tokens.tobytes(), samples.logprobs
+            tokens, logprobs = array("i", samples.tokens).tobytes(), samples.logprobs
         return ModelRunnerOutput(tokens, result.failed, logprobs)
 
     def _sampled_rows(self, rows: list[int]) -> list[SamplingRow]:

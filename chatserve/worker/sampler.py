@@ -7,30 +7,28 @@ neighbours nor their options change its choice. A batch in which all rows are gr
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from chatserve_kernels.interface import Backend, Draws, StepLogits
 from torch import Tensor
 
 from chatserve.scheduler.output import SampleLogprobs
-from chatserve.worker.random import uniforms
 from chatserve.worker.sampling_row import SamplingRow
 
 
-@dataclass(frozen=True, slots=True)
-class Samples:
+class Samples(NamedTuple):
     """Result of one `sample` call.
 
     Attributes:
-        tokens: [s] chosen ids.
+        tokens: the s chosen ids.
         logprobs: one entry per row, or ``None`` where no row asked.
     """
 
-    tokens: npt.NDArray[np.int32]
+    tokens: list[int]
     logprobs: tuple[SampleLogprobs | None, ...] | None
 
 
@@ -41,57 +39,52 @@ def sample(step: StepLogits, rows: Sequence[SamplingRow], backend: Backend) -> S
         rows: the s sequences that the tokens are for.
     """
     if all(row.takes_best for row in rows):
-        return Samples(step.best.astype(np.int32), None)
-    logits = step.logits
-    adjusted = _adjusted(logits, rows)
-    best = step.best if adjusted is logits else backend.argmax(adjusted).numpy()
-    tokens = best.astype(np.int32)
+        return Samples(step.best.tolist(), None)
+    logits = _adjusted(step, rows)
+    best = step.best if logits is step.room else backend.argmax(logits)
+    tokens = best.tolist()
     drawn = [i for i, row in enumerate(rows) if not row.greedy]
     if drawn:
-        draws = _draws(rows, drawn)
-        tokens[drawn] = backend.draw(adjusted, draws).numpy()
-    return Samples(tokens, _logprobs(logits, tokens, rows))
+        for i, token in zip(drawn, backend.draw(logits, _draws(rows, drawn)), strict=True):
+            tokens[i] = token
+    return Samples(tokens, _logprobs(step, tokens, rows))
 
 
-def _adjusted(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
-    """Logits after penalties, biases and stop-token masks; the same tensor where no row has any."""
+def _adjusted(step: StepLogits, rows: Sequence[SamplingRow]) -> Tensor:
+    """Logits after penalties, biases and stop-token masks, float32 [s or more, vocabulary]; ``step.room`` itself where
+    no row has any."""
     changing = [i for i, row in enumerate(rows) if row.adjusts]
-    if changing:
-        logits = logits.clone()
-        for i in changing:
-            rows[i].adjust(logits[i])
+    if not changing:
+        return step.room
+    logits = step.logits.clone()
+    for i in changing:
+        rows[i].adjust(logits[i])
     return logits
 
 
 def _draws(rows: Sequence[SamplingRow], drawn: Sequence[int]) -> Draws:
     """The tokens to draw, for the rows ``drawn``."""
     states = [rows[i] for i in drawn]
-
-    def column(name: str) -> Tensor:
-        return torch.tensor([getattr(state.params, name) for state in states], dtype=torch.float64)
-
     return Draws(
-        rows=torch.tensor(drawn),
-        temperature=column("temperature"),
-        min_p=column("min_p"),
-        top_k=torch.tensor([state.params.top_k for state in states]),
-        top_p=column("top_p"),
-        uniform=torch.from_numpy(uniforms([state.seed for state in states], [state.num_output for state in states])),
+        rows=array("q", drawn).tobytes(),
+        options=b"".join([state.options for state in states]),
+        seeds=array("Q", [state.seed for state in states]).tobytes(),
+        positions=array("Q", [state.num_output for state in states]).tobytes(),
     )
 
 
 def _logprobs(
-    logits: Tensor, tokens: npt.NDArray[np.int32], rows: Sequence[SamplingRow]
+    step: StepLogits, tokens: Sequence[int], rows: Sequence[SamplingRow]
 ) -> tuple[SampleLogprobs | None, ...] | None:
     """Log-probabilities under the unmodified distribution, for the rows that ask."""
-    asking = [i for i, row in enumerate(rows) if row.params.logprobs is not None]
+    asking = [i for i, row in enumerate(rows) if row.logprobs is not None]
     if not asking:
         return None
     entries: list[SampleLogprobs | None] = [None] * len(rows)
-    for i, logprobs in zip(asking, logits[torch.tensor(asking)].log_softmax(-1), strict=True):
-        top = top_ids(logprobs, rows[i].params.logprobs or 0)
+    for i, logprobs in zip(asking, step.room[torch.tensor(asking)].log_softmax(-1), strict=True):
+        top = top_ids(logprobs, rows[i].logprobs or 0)
         entries[i] = SampleLogprobs(
-            chosen=float(logprobs[int(tokens[i])]),
+            chosen=float(logprobs[tokens[i]]),
             top_ids=top.numpy().astype(np.int32).tobytes(),
             top_logprobs=logprobs[top].numpy().tobytes(),
         )

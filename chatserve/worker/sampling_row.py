@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+from chatserve_kernels.interface import draw_options
 from torch import Tensor
 
 from chatserve.sampling_params import SamplingParams
@@ -25,6 +26,7 @@ class SamplingRow:
 
     Attributes:
         adjusts: whether `adjust` changes the next logits; once false, it stays so.
+        options: what its tokens are drawn with, as `Draws` has it.
         takes_best: whether the next token is the largest of the logits, and nothing more is asked.
 
     Args:
@@ -45,6 +47,8 @@ class SamplingRow:
         self.seed = params.seed or 0
         self.num_output = len(token_ids) - num_prompt_tokens
         self.greedy = params.temperature < _GREEDY_TEMPERATURE
+        self.logprobs = params.logprobs
+        self.options = draw_options(params.temperature, params.min_p, params.top_k, params.top_p)
         self._bias_ids = torch.tensor([token for token, _ in params.logit_bias], dtype=torch.int64)
         self._bias = torch.tensor([bias for _, bias in params.logit_bias], dtype=torch.float32)
         self._stop_ids = torch.tensor(
@@ -72,7 +76,7 @@ class SamplingRow:
             self.takes_best = self._takes_best_now()
 
     def _takes_best_now(self) -> bool:
-        return self.greedy and not self.adjusts and self.params.logprobs is None
+        return self.greedy and not self.adjusts and self.logprobs is None
 
     def _adjusts_now(self) -> bool:
         return self._penalised or bool(self.params.logit_bias) or self._masks_stop_tokens

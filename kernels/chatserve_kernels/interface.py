@@ -10,6 +10,7 @@ size, B tokens per block, L layers.
 
 from __future__ import annotations
 
+import struct
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -17,6 +18,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+
+from chatserve_kernels.random import uniforms
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,25 +101,42 @@ class AttentionMetadata:
     shared_runs: SharedRuns | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Draws:
-    """Tokens to draw from rows of logits, one per entry of each tensor.
+class Draws(NamedTuple):
+    """Tokens to draw from rows of logits: arrays as bytes, which cost a step much less than arrays.
 
     Attributes:
         rows: int64 [d] of the logits.
-        temperature: float64 [d], positive.
-        min_p: float64 [d] in [0, 1], floor relative to the most likely token; 0 for off.
-        top_k: int64 [d], 0 for off.
-        top_p: float64 [d] in (0, 1], 1 for off.
-        uniform: float64 [d] in [0, 1).
+        options: float64 [d, 4], `draw_options` of each.
+        seeds, positions: uint64 [d]; each draw takes their number of `chatserve_kernels.random.uniforms`.
+        uniform: float64 [d] in [0, 1), taken instead where given.
     """
 
-    rows: Tensor
-    temperature: Tensor
-    min_p: Tensor
-    top_k: Tensor
-    top_p: Tensor
-    uniform: Tensor
+    rows: bytes
+    options: bytes
+    seeds: bytes
+    positions: bytes
+    uniform: bytes | None = None
+
+    def arrays(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+        """Rows [d], options [d, 4] and uniform numbers [d], writable."""
+        if self.uniform is None:
+            uniform = uniforms(np.frombuffer(self.seeds, np.uint64), np.frombuffer(self.positions, np.uint64))
+        else:
+            uniform = np.frombuffer(bytearray(self.uniform), np.float64)
+        rows = np.frombuffer(bytearray(self.rows), np.int64)
+        return rows, np.frombuffer(bytearray(self.options), np.float64).reshape(-1, 4), uniform
+
+
+def draw_options(temperature: float, min_p: float, top_k: int, top_p: float) -> bytes:
+    """What one token of `Draws` is drawn with: float64 [4], in the order of the arguments.
+
+    Args:
+        temperature: positive.
+        min_p: in [0, 1], floor relative to the most likely token; 0 for off.
+        top_k: 0 for off.
+        top_p: in (0, 1], 1 for off.
+    """
+    return struct.pack("4d", temperature, min_p, top_k, top_p)
 
 
 def kv_cache_shape(
@@ -222,19 +242,19 @@ class Backend(Protocol):
         """
         ...
 
-    def draw(self, logits: Tensor, draws: Draws) -> Tensor:
+    def draw(self, logits: Tensor, draws: Draws) -> list[int]:
         """Temperature, min-p, top-k, top-p, then inversion of the distribution function in order of token ids.
 
         Tokens are ordered by logit, equal ones by id, so exactly the right number is kept. The nucleus is the
         shortest prefix whose mass reaches ``top_p`` of the mass of the top k (Holtzman et al. 2020, eq. 2). The token
-        is the first whose cumulative mass exceeds ``uniform`` of the whole, so it never has probability 0.
+        is the first whose cumulative mass exceeds that draw's uniform number of the whole: never one of probability 0.
 
         Args:
             logits: float32 [s, V], contiguous; not changed. Minus infinity is a logit as any other, but the largest
                 of a row must be finite: else its token is meaningless, though in range.
 
         Returns:
-            int64 [d].
+            One token per draw.
         """
         ...
 

@@ -5,6 +5,8 @@ The truth that every other backend is tested against. Too slow to serve with, on
 
 from __future__ import annotations
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -77,24 +79,28 @@ class ReferenceBackend:
         best = torch.where(nan.any(-1, keepdim=True), nan, x == x.amax(-1, keepdim=True))
         return torch.where(best, torch.arange(x.shape[1]), x.shape[1]).amin(-1)
 
-    def draw(self, logits: Tensor, draws: Draws) -> Tensor:
-        tokens = torch.zeros_like(draws.rows)
-        for i, row in enumerate(draws.rows.tolist()):
-            if logits[row].amax().isfinite():
-                cumulative = _kept(logits[row].double(), draws, i).cumsum(0)
-                tokens[i] = int((cumulative > draws.uniform[i] * cumulative[-1]).nonzero()[0])
-        return tokens
+    def draw(self, logits: Tensor, draws: Draws) -> list[int]:
+        rows, options, uniform = draws.arrays()
+        return [_draw(logits[row].double(), options[i], uniform[i]) for i, row in enumerate(rows)]
 
 
-def _kept(logits: Tensor, draws: Draws, i: int) -> Tensor:
+def _draw(logits: Tensor, options: npt.NDArray[np.float64], uniform: float) -> int:
+    """One token of logits [V]; 0 where they have no finite maximum."""
+    if not logits.amax().isfinite():
+        return 0
+    cumulative = _kept(logits, *options.tolist()).cumsum(0)
+    return int((cumulative > uniform * cumulative[-1]).nonzero()[0])
+
+
+def _kept(logits: Tensor, temperature: float, min_p: float, top_k: float, top_p: float) -> Tensor:
     """Probabilities [V] after temperature, min-p, top-k and top-p: 0 for what they drop, the rest not normalised."""
-    probabilities = (logits / draws.temperature[i]).softmax(0)
+    probabilities = (logits / temperature).softmax(0)
     order = logits.argsort(descending=True, stable=True)
-    order = order[probabilities[order] >= draws.min_p[i] * probabilities.max()]
-    order = order[: int(draws.top_k[i]) or None]
-    if draws.top_p[i] < 1.0:
+    order = order[probabilities[order] >= min_p * probabilities.max()]
+    order = order[: int(top_k) or None]
+    if top_p < 1.0:
         mass = probabilities[order].cumsum(0)
-        order = order[: int((mass < draws.top_p[i] * mass[-1]).sum()) + 1]
+        order = order[: int((mass < top_p * mass[-1]).sum()) + 1]
     kept = torch.zeros_like(probabilities)
     kept[order] = probabilities[order]
     return kept

@@ -58,5 +58,5 @@ class TorchBackend:
         # numpy's is vectorised along a row, torch's is not (15 times slower).
         return torch.from_numpy(x.numpy().argmax(-1))
 
-    def draw(self, logits: Tensor, draws: Draws) -> Tensor:
+    def draw(self, logits: Tensor, draws: Draws) -> list[int]:
         return torch_draw.draw(logits, draws)

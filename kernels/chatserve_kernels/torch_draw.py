@@ -15,24 +15,26 @@ from chatserve_kernels.interface import Draws
 _FIRST_CANDIDATES = 256
 
 
-def draw(logits: Tensor, draws: Draws) -> Tensor:
+def draw(logits: Tensor, draws: Draws) -> list[int]:
     """As `chatserve_kernels.interface.Backend.draw`."""
     vocab_size = logits.shape[1]
-    logits = logits[draws.rows]
+    rows, options, uniform = (torch.from_numpy(array) for array in draws.arrays())
+    temperature, min_p, top_k, top_p = options.unbind(1)
+    logits = logits[rows]
     # The maximum is subtracted before the division, so no temperature overflows.
-    scaled = (logits - logits.amax(-1, keepdim=True)) / draws.temperature.float()[:, None]
-    floor = draws.min_p.log().float()
+    scaled = (logits - logits.amax(-1, keepdim=True)) / temperature.float()[:, None]
+    floor = min_p.log().float()
     if bool((floor > -torch.inf).any()):
         scaled.masked_fill_(scaled < floor[:, None], -torch.inf)
-    limited = (draws.top_k > 0) & (draws.top_k < vocab_size)
-    restricted = (limited | (draws.top_p < 1.0)).nonzero()[:, 0]
+    limited = (top_k > 0) & (top_k < vocab_size)
+    restricted = (limited | (top_p < 1.0)).nonzero()[:, 0]
     if len(restricted):
-        top_k = torch.where(limited, draws.top_k, vocab_size)[restricted]
-        scaled[restricted] = _restrict(scaled[restricted], top_k, draws.top_p[restricted])
+        most = torch.where(limited, top_k, vocab_size).long()[restricted]
+        scaled[restricted] = _restrict(scaled[restricted], most, top_p[restricted])
     cumulative = scaled.exp_().cumsum(-1, dtype=torch.float64)
-    target = draws.uniform * cumulative[:, -1]
+    target = uniform * cumulative[:, -1]
     # Without a finite maximum there are no numbers here to search, and the search ends past the row.
-    return torch.searchsorted(cumulative, target[:, None], right=True)[:, 0].clamp_(max=vocab_size - 1)
+    return torch.searchsorted(cumulative, target[:, None], right=True)[:, 0].clamp_(max=vocab_size - 1).tolist()
 
 
 def _restrict(logits: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:

@@ -6,46 +6,34 @@ import itertools
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from chatserve_kernels.cpu.backend import NativeBackend
-from chatserve_kernels.cpu.build import supported_isas
-from chatserve_kernels.interface import Backend, Draws
-from chatserve_kernels.reference import ReferenceBackend
-from chatserve_kernels.torch_backend import TorchBackend
+from chatserve_kernels.interface import Backend, Draws, draw_options
 from torch import Tensor
 
 from tests.kernels.draws import kept_by_definition, random_logits
-from tests.kernels.native import library
 
 OFF: dict[str, Any] = {"temperature": 1.0, "min_p": 0.0, "top_k": 0, "top_p": 1.0}
 ALMOST_ONE = 1.0 - 2.0**-53
 LOWEST = torch.finfo(torch.float32).min
 
 
-@pytest.fixture(params=["reference", "torch", *supported_isas()])
-def backend(request: pytest.FixtureRequest) -> Backend:
-    plain: dict[str, Backend] = {"reference": ReferenceBackend(), "torch": TorchBackend()}
-    return plain.get(request.param) or NativeBackend(library(request.param))
-
-
 def draws(options: list[dict[str, Any]]) -> Draws:
     """One draw per entry; ``row`` is 0 and everything is off unless given."""
-    columns = {name: [{"row": 0, **OFF, **one}[name] for one in options] for name in ("row", "uniform", *OFF)}
-    integer, real = {"dtype": torch.int64}, {"dtype": torch.float64}
+    full = [{"row": 0, **OFF, **one} for one in options]
     return Draws(
-        rows=torch.tensor(columns["row"], **integer),
-        temperature=torch.tensor(columns["temperature"], **real),
-        min_p=torch.tensor(columns["min_p"], **real),
-        top_k=torch.tensor(columns["top_k"], **integer),
-        top_p=torch.tensor(columns["top_p"], **real),
-        uniform=torch.tensor(columns["uniform"], **real),
+        rows=np.array([one["row"] for one in full], dtype=np.int64).tobytes(),
+        options=b"".join(draw_options(**{name: one[name] for name in OFF}) for one in full),
+        seeds=b"",
+        positions=b"",
+        uniform=np.array([one["uniform"] for one in full], dtype=np.float64).tobytes(),
     )
 
 
 def drawn(backend: Backend, logits: Tensor, uniforms: list[float], **options: Any) -> list[int]:
     """One token of ``logits`` [V] per uniform number."""
-    return backend.draw(logits[None], draws([{**options, "uniform": u} for u in uniforms])).tolist()
+    return backend.draw(logits[None], draws([{**options, "uniform": u} for u in uniforms]))
 
 
 def check(backend: Backend, logits: Tensor, **options: Any) -> None:
@@ -124,9 +112,9 @@ def test_draws_do_not_influence_each_other(backend: Backend) -> None:
         }
         for i in range(40)
     ]
-    together = backend.draw(logits, draws(mixed)).tolist()
-    assert together == [int(backend.draw(logits, draws([one]))) for one in mixed]
-    assert len(backend.draw(logits, draws([]))) == 0
+    together = backend.draw(logits, draws(mixed))
+    assert together == [token for one in mixed for token in backend.draw(logits, draws([one]))]
+    assert backend.draw(logits, draws([])) == []
 
 
 @pytest.mark.parametrize("largest", [torch.nan, torch.inf, -torch.inf])
@@ -135,6 +123,6 @@ def test_rows_without_a_finite_largest_give_a_token_in_range(backend: Backend, l
     logits = torch.stack((torch.full((300,), largest), random_logits(4, vocab=300)[0]))
     for options in ({}, {"top_k": 5}, {"top_p": 0.9}, {"min_p": 0.1}):
         pair = [{"row": row, "uniform": 0.9, **options} for row in (0, 1)]
-        broken, sound = backend.draw(logits, draws(pair)).tolist()
+        broken, sound = backend.draw(logits, draws(pair))
         assert 0 <= broken < 300
-        assert sound == int(backend.draw(logits, draws(pair[1:])))
+        assert [sound] == backend.draw(logits, draws(pair[1:]))

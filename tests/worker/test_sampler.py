@@ -47,7 +47,7 @@ def row(
 
 
 def draw(sample: Sample, logits: Tensor, **options: Any) -> int:
-    return int(sample(logits[None], [row(vocab=len(logits), **options)]).tokens[0])
+    return sample(logits[None], [row(vocab=len(logits), **options)]).tokens[0]
 
 
 OPTIONS = [
@@ -79,8 +79,8 @@ def test_the_same_seed_and_position_give_the_same_token(sample: Sample) -> None:
     """Alone, again, in a batch, and after a resume with the same output so far."""
     logits = random_logits(2, rows=64)
     rows = [row(seed=i % 5, output=(4,) * (i % 7), temperature=1.2, top_p=0.95) for i in range(64)]
-    together = sample(logits, rows).tokens.tolist()
-    alone = [int(sample(logits[i : i + 1], [rows[i]]).tokens[0]) for i in range(64)]
+    together = sample(logits, rows).tokens
+    alone = [sample(logits[i : i + 1], [rows[i]]).tokens[0] for i in range(64)]
     assert together == alone
     resumed = row(seed=3, output=(8, 9), temperature=1.5)
     grown = row(seed=3, temperature=1.5)
@@ -113,7 +113,7 @@ def test_rows_with_different_options_do_not_influence_each_other(sample: Sample)
     rows = [row(output=(7, 7, i), **options(i)) for i in range(64)]
     together = sample(logits, rows)
     alone = [sample(logits[i : i + 1], [rows[i]]) for i in range(64)]
-    assert together.tokens.tolist() == [int(one.tokens[0]) for one in alone]
+    assert together.tokens == [one.tokens[0] for one in alone]
     assert together.logprobs is not None
     assert [None if entry is None else entry.top_ids for entry in together.logprobs] == [
         None if one.logprobs is None or one.logprobs[0] is None else one.logprobs[0].top_ids for one in alone
@@ -148,7 +148,7 @@ def test_extreme_values_give_a_valid_token(sample: Sample) -> None:
     for logits in (random_logits(5)[0], torch.full((VOCAB,), 3e4), torch.zeros(VOCAB), random_logits(6)[0] * 1e30):
         rows = [row(output=(5, 5, 6), **options) for options in pairs]
         result = sample(logits.repeat(len(rows), 1), rows)
-        assert ((result.tokens >= 0) & (result.tokens < VOCAB)).all()
+        assert all(0 <= token < VOCAB for token in result.tokens)
 
 
 def test_penalties_by_their_formulas() -> None:
@@ -187,7 +187,7 @@ def test_stop_tokens_wait_for_min_tokens(sample: Sample) -> None:
     state = row(**options)
     drawn = []
     for _ in range(3):
-        token = int(sample(logits[None], [state]).tokens[0])
+        token = sample(logits[None], [state]).tokens[0]
         state.append(token)
         drawn.append(token)
     assert drawn[2] == 2

@@ -7,11 +7,13 @@ caches; pointwise operations, which only networks that `decoder` cannot run need
 from __future__ import annotations
 
 import ctypes
+import weakref
+from ctypes import c_int64
 
 import torch
 from torch import Tensor
 
-from chatserve_kernels.cpu.library import DrawsStruct, Library, PagedStruct
+from chatserve_kernels.cpu.library import Library, PagedStruct
 from chatserve_kernels.interface import AttentionMetadata, AttentionStep, Draws, check_kv_cache
 from chatserve_kernels.torch_backend import TorchBackend
 
@@ -81,6 +83,9 @@ class NativeBackend:
         self.library = library
         self.name = f"native-{library.isa}"
         self._torch = TorchBackend()
+        self._logits: weakref.ref[Tensor] | None = None
+        self._logits_at: tuple[int | None, int] = None, 0
+        self._tokens = (c_int64 * 0)()
 
     def begin_step(self, metadata: AttentionMetadata, kv_cache: Tensor) -> AttentionStep:
         if kv_cache.dtype != torch.bfloat16:
@@ -115,16 +120,12 @@ class NativeBackend:
         self.library.call("cs_argmax", address(x), len(x), x.shape[1], address(best))
         return best
 
-    def draw(self, logits: Tensor, draws: Draws) -> Tensor:
-        tokens = torch.empty_like(draws.rows)
-        struct = DrawsStruct(
-            count=len(draws.rows),
-            rows=address(draws.rows),
-            temperature=address(draws.temperature),
-            min_p=address(draws.min_p),
-            top_k=address(draws.top_k),
-            top_p=address(draws.top_p),
-            uniform=address(draws.uniform),
-        )
-        self.library.call("cs_draw", address(logits), logits.shape[1], ctypes.byref(struct), address(tokens))
-        return tokens
+    def draw(self, logits: Tensor, draws: Draws) -> list[int]:
+        # As a rule the same tensor in every step, and asking it anything is slow while caches are full of weights.
+        if self._logits is None or self._logits() is not logits:
+            self._logits, self._logits_at = weakref.ref(logits), (address(logits), logits.shape[1])
+        count = len(draws.rows) // 8
+        if count > len(self._tokens):
+            self._tokens = (c_int64 * count)()
+        self.library.draw(*self._logits_at, draws, self._tokens)
+        return self._tokens[:count]

@@ -9,14 +9,14 @@ from __future__ import annotations
 import ctypes
 import threading
 import weakref
-from ctypes import POINTER, Structure, c_char_p, c_double, c_int, c_int64, c_void_p
+from ctypes import POINTER, Array, Structure, c_char_p, c_double, c_int, c_int64, c_void_p
 from pathlib import Path
 from typing import ClassVar
 
 from chatserve_kernels.cpu.build import BuildError
-from chatserve_kernels.interface import SharedRuns, StepBatch
+from chatserve_kernels.interface import Draws, SharedRuns, StepBatch
 
-ABI_VERSION = 5
+ABI_VERSION = 6
 
 
 class LinearStruct(Structure):
@@ -113,20 +113,6 @@ class StepStruct(Structure):
     ]
 
 
-class DrawsStruct(Structure):
-    """What to draw: see ``src/draw.h``."""
-
-    _fields_: ClassVar = [
-        ("count", c_int64),
-        ("rows", c_void_p),
-        ("temperature", c_void_p),
-        ("min_p", c_void_p),
-        ("top_k", c_void_p),
-        ("top_p", c_void_p),
-        ("uniform", c_void_p),
-    ]
-
-
 _STATUS_FUNCTIONS: dict[str, list[type]] = {
     "cs_pack": [c_void_p, c_int64, c_void_p, c_int64, c_int64, c_void_p],
     "cs_project": [
@@ -135,7 +121,6 @@ _STATUS_FUNCTIONS: dict[str, list[type]] = {
     "cs_write_cache": [c_void_p, POINTER(PagedStruct), c_int64, c_int64, c_void_p, c_void_p],
     "cs_attend": [c_void_p, POINTER(PagedStruct), c_int64, c_int64, c_void_p, c_double, c_int64, c_void_p],
     "cs_argmax": [c_void_p, c_void_p, c_int64, c_int64, c_void_p],
-    "cs_draw": [c_void_p, c_void_p, c_int64, POINTER(DrawsStruct), c_void_p],
 }
 
 
@@ -170,6 +155,10 @@ class Library:
             *(c_int64, c_char_p, c_int64, c_char_p),
         ]
         functions.cs_run.restype = c_int64
+        functions.cs_draw.argtypes = [
+            *(c_void_p, c_void_p, c_int64, c_int64),
+            *(c_char_p, c_char_p, c_char_p, c_char_p, c_char_p, c_void_p),
+        ]
         functions.cs_create.argtypes = [c_int, c_int]
         functions.cs_create.restype = c_void_p
         functions.cs_destroy.argtypes = [c_void_p]
@@ -227,6 +216,23 @@ class Library:
         if failed < 0:
             raise MemoryError("cs_run: no memory for scratch buffers")
         return failed
+
+    def draw(self, logits: int | None, columns: int, draws: Draws, tokens: Array[c_int64]) -> None:
+        """Fill in ``tokens``.
+
+        Args:
+            logits: address of float32 [s, columns].
+
+        Raises:
+            MemoryError: scratch memory could not be had.
+        """
+        rows, options, seeds, positions, uniform = draws
+        with self._lock:
+            status = self._functions.cs_draw(
+                *(self._context, logits, columns, len(rows) // 8, rows, options, seeds, positions, uniform, tokens)
+            )
+        if status != 0:
+            raise MemoryError("cs_draw: no memory for scratch buffers")
 
     def call(self, name: str, *arguments: object) -> None:
         """Run one of the functions that take the context and answer with a status.

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "draw_scale.h"
+#include "philox.h"
 
 namespace cs {
 
@@ -200,9 +201,10 @@ void draw(ThreadPool& pool, const float* logits, int64_t columns, const Draws& d
   std::atomic<int64_t> next{0};
   pool.run(threads, [&](int thread) {
     for (int64_t i; (i = next.fetch_add(1)) < draws.count;) {
-      const Row row(logits + draws.rows[i] * columns, columns, draws.temperature[i], draws.min_p[i], scratch[thread]);
-      const int64_t top_k = draws.top_k[i] > 0 ? std::min(draws.top_k[i], columns) : columns;
-      const double top_p = draws.top_p[i], uniform = draws.uniform[i];
+      const auto [temperature, min_p, most, top_p] = draws.options[i];
+      const Row row(logits + draws.rows[i] * columns, columns, temperature, min_p, scratch[thread]);
+      const int64_t top_k = most > 0 ? int64_t(std::min(most, double(columns))) : columns;
+      const double uniform = draws.uniform ? draws.uniform[i] : cs::uniform(draws.seeds[i], draws.positions[i]);
       if (!row.has_finite_largest()) tokens[i] = 0;
       else if (top_k < columns || top_p < 1.0) tokens[i] = row.draw_restricted(top_k, top_p, uniform);
       else tokens[i] = row.draw(uniform);

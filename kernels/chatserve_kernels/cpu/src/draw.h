@@ -5,15 +5,18 @@
 
 namespace cs {
 
+struct DrawOptions {
+  double temperature, min_p, top_k, top_p;
+};
+
 // What to draw: see `Draws` in `chatserve_kernels.interface`.
 struct Draws {
   int64_t count;
   const int64_t* rows;
-  const double* temperature;
-  const double* min_p;
-  const int64_t* top_k;
-  const double* top_p;
-  const double* uniform;
+  const DrawOptions* options;
+  const uint64_t* seeds;
+  const uint64_t* positions;
+  const double* uniform;  // or null
 };
 
 // tokens[i] is drawn from logits[draws.rows[i]][0…columns), whatever else is drawn.

@@ -2,7 +2,7 @@
 
 The generator is Philox4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3", section 3.3): the
 request's seed is the key, the output position the counter. So a request draws the same numbers alone, in any batch,
-and after a preemption. `chatserve.worker.sampler` is the caller.
+and after a preemption. `interface.Draws` is the caller; the compiled kernels have the same in C++ (`cpu/src/philox.h`).
 """
 
 from __future__ import annotations
