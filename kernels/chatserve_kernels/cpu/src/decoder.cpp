@@ -27,16 +27,21 @@ void rotate(float* x, int64_t dim, const float* cos, const float* sin) {
 
 void write_token(const Paged& paged, int64_t layer, int64_t slot, const float* key_value) {
   const int64_t block = slot / paged.block_size, offset = slot % paged.block_size, dim = paged.head_dim;
+  static thread_local Buffer<uint16_t> memory;
+  uint16_t* numbers = memory.reserve(size_t(dim));  // rounded side by side, which compilers turn into vectors
+  const auto round = [&] {
+    for (int64_t d = 0; d < dim; ++d) numbers[d] = float_to_bf16(key_value[d]);
+  };
   for (int64_t head = 0; head < paged.kv_heads; ++head, key_value += dim) {
+    round();
     uint16_t* pair = paged.tile(block, layer, 0, head) + offset * 2;
-    for (int64_t d = 0; d < dim; d += 2, pair += paged.block_size * 2) {
-      pair[0] = float_to_bf16(key_value[d]);
-      pair[1] = float_to_bf16(key_value[d + 1]);
-    }
+    for (int64_t d = 0; d < dim; d += 2, pair += paged.block_size * 2) std::memcpy(pair, numbers + d, 4);
   }
   for (int64_t head = 0; head < paged.kv_heads; ++head, key_value += dim) {
+    round();
+    // One by one: the other halves of these words may be another thread's tokens.
     uint16_t* values = paged.tile(block, layer, 1, head) + paged.value_index(offset, 0);
-    for (int64_t d = 0; d < dim; ++d) values[2 * d] = float_to_bf16(key_value[d]);
+    for (int64_t d = 0; d < dim; ++d) values[2 * d] = numbers[d];
   }
 }
 

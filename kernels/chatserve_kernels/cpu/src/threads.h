@@ -23,7 +23,7 @@ inline void relax() {
 #endif
 }
 
-constexpr int64_t kTokensPerTask = 16;  // of work that costs well under a microsecond each
+constexpr int64_t kTokensPerTask = 8;  // of work that costs about half a microsecond each
 
 class ThreadPool {
  public:
