@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import random
+import statistics
 from pathlib import Path
 
 import numpy as np
@@ -28,9 +29,12 @@ OUTPUT = 12
 CROWDS = 3
 """Strangers that take the pool, per batch in which any come: their prompts are most of this test's time."""
 
-NEARLY_EQUAL = 0.45
-"""Difference of log-probabilities that rounding may turn around: with 8-bit activations one differs from float32's by
-0.08 (root mean square over a text), so the difference of two by 0.11; this is four times as much."""
+TIE = 0.25
+"""Log-probability. Activations of few rows are rounded to 8 bits and of many to bfloat16, which moves the difference of
+two tokens by 0.1 (standard deviation): most answers that part do so where the two best were closer than this."""
+NO_TIE = 1.5
+"""Roundings add up over the tokens before, so one in a thousand differences moves by half a nat. What was computed from
+another token's keys parts anywhere: half of the tokens are ahead by more than 0.7, a quarter by more than this."""
 
 
 class Answer:
@@ -141,5 +145,7 @@ def test_victims_say_what_they_would_have_said(folder: Path, swap_space_gib: flo
     print(f"{SAMPLES} answers, {SAMPLES - len(ties)} the same; near ties: {ties}; {stats.preemptions=}")
     if deterministic:
         assert not ties
-    assert max(ties, default=0.0) < NEARLY_EQUAL
+    assert len(ties) <= SAMPLES // 2
+    assert statistics.median([0.0, *ties]) < TIE
+    assert max(ties, default=0.0) < NO_TIE
     assert len(ties) <= SAMPLES // 2
