@@ -1,0 +1,130 @@
+"""How much of a decode step is Python, and how much of it are the compiled kernels?
+
+Steps of the engine core with the executor that serves, in this process: whole steps are timed, and within them the
+calls into the kernels; what remains is Python (scheduling, the worker's bookkeeping, sampling, the frame). Prompts are
+random, greedy rows take the best token and the others draw theirs. Cases take turns, so that all see the machine's
+slow moments. Run: ``scripts/bench step [--json]``; about a minute.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import statistics
+import time
+import timeit
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+from chatserve_kernels.cpu.library import Library
+
+from benchmarks._engine import Load, Loader
+from chatserve.engine.protocol import AddRequest
+from chatserve.sampling_params import SamplingParams
+from chatserve.scope import Scope
+
+CASES = tuple((rows, temperature) for rows in (1, 16, 64) for temperature in (0.0, 0.7))
+PROMPT_TOKENS, BLOCK_SIZE = 64, 16
+STEPS_PER_TURN = 40
+GOAL_MS = 0.3
+
+
+class Kernels:
+    """Seconds spent in calls into the compiled kernels, while `watched`."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    @contextlib.contextmanager
+    def watched(self) -> Iterator[None]:
+        calls = {name: getattr(Library, name) for name in ("run", "draw", "call")}
+        for name, call in calls.items():
+            setattr(Library, name, self._timed(call))
+        try:
+            yield
+        finally:
+            for name, call in calls.items():
+                setattr(Library, name, call)
+
+    def _timed(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*arguments: Any) -> Any:
+            began = time.perf_counter()
+            result = call(*arguments)
+            self.seconds += time.perf_counter() - began
+            return result
+
+        return timed
+
+
+def decoding(loader: Loader, rows: int, temperature: float, turns: int) -> Load:
+    """An engine whose ``rows`` sequences are past their prompts and will not end within the turns."""
+    output = turns * STEPS_PER_TURN + rows + 100
+    load = loader.load(num_blocks=rows * (-(-(PROMPT_TOKENS + output) // BLOCK_SIZE) + 1), max_num_seqs=rows)
+    for number in range(rows):
+        options = SamplingParams(
+            max_tokens=output,
+            temperature=temperature,
+            top_p=0.95 if temperature else 1.0,
+            seed=number,
+            ignore_eos=True,
+        )
+        prompt = load.fresh_prompt(PROMPT_TOKENS)
+        load.core.add(AddRequest(number + 1, prompt.tobytes(), options, (Scope("tenant", "a"),), tenant="a"))
+    while load.core.stats().generation_tokens < 20 * rows:
+        load.core.step()
+    return load
+
+
+def measure(loader: Loader, turns: int) -> dict[str, Any]:
+    """Medians over all steps of each case."""
+    loads = {case: decoding(loader, *case, turns) for case in CASES}
+    python: dict[tuple[int, float], list[float]] = {case: [] for case in CASES}
+    steps: dict[tuple[int, float], list[float]] = {case: [] for case in CASES}
+    kernels = Kernels()
+    with kernels.watched():
+        for _ in range(turns):
+            for case, load in loads.items():
+                for _ in range(STEPS_PER_TURN):
+                    kernels.seconds = 0.0
+                    began = time.perf_counter()
+                    frame = load.core.step()
+                    seconds = time.perf_counter() - began
+                    if len(frame.tokens) != 4 * case[0]:
+                        raise RuntimeError(f"{len(frame.tokens) // 4} tokens in a step of {case[0]} rows")
+                    steps[case].append(seconds * 1e3)
+                    python[case].append((seconds - kernels.seconds) * 1e3)
+    if not kernels.seconds:
+        raise RuntimeError("The compiled kernels did not run: there is nothing to tell apart (see --kernels).")
+    return {
+        f"{rows} {'sampled' if temperature else 'greedy'}": {
+            "python_ms": round(statistics.median(python[rows, temperature]), 3),
+            "step_ms": round(statistics.median(steps[rows, temperature]), 2),
+            "python_share": round(float(np.sum(python[rows, temperature]) / np.sum(steps[rows, temperature])), 3),
+        }
+        for rows, temperature in CASES
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--threads", type=int, default=None)
+    parser.add_argument("--turns", type=int, default=6, help=f"of {STEPS_PER_TURN} steps of each case")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    arguments = parser.parse_args()
+    loop = statistics.median(timeit.repeat("sum(range(1000))", number=200, repeat=21)) / 200 * 1e6
+    cases = measure(Loader(arguments.model, arguments.threads), arguments.turns)
+    if arguments.json:
+        result = {"rows": cases, "goal_python_ms": GOAL_MS, "python_loop_us": round(loop, 2)}
+        print(json.dumps(result | {"load_average": os.getloadavg()[0]}))
+        return
+    for name, values in cases.items():
+        print(f"{name:>12} rows: Python {values['python_ms']:.3f} of {values['step_ms']:.2f} ms   goal <= {GOAL_MS}")
+    print(f"in this run sum(range(1000)) took {loop:.1f} us")
+
+
+if __name__ == "__main__":
+    main()
