@@ -132,8 +132,9 @@ class NativeDecoder:
             self._step.paged.block_tables = batch.block_tables.ctypes.data
             self._step.paged.table_stride = batch.block_tables.shape[1]
             self._kv_cache, self._tables = kv_cache, batch.block_tables
-        if num_samples > len(self._best) or len(batch.rows) // 4 > len(self._finite):
-            self._make_room(num_samples, len(batch.rows) // 4)
+        num_sequences = len(batch.rows) // 4
+        if num_samples > len(self._best) or num_sequences > len(self._finite):
+            self._make_room(max(num_samples, len(self._best)), max(num_sequences, len(self._finite)))
         if batch.shared_runs is not None or self._shares:
             self._step.paged.share(batch.shared_runs)
             self._shares = batch.shared_runs is not None
@@ -141,7 +142,7 @@ class NativeDecoder:
         return StepLogits(
             self._logits,
             self._best[:num_samples],
-            tuple(np.flatnonzero(~self._finite[: len(batch.rows) // 4]).tolist()) if failed else (),
+            tuple(np.flatnonzero(~self._finite[:num_sequences]).tolist()) if failed else (),
         )
 
     def _make_room(self, num_samples: int, num_sequences: int) -> None:

@@ -79,19 +79,6 @@ __m512 row_maxima(const __m512 v[16]) {
   return halves(halves(w[0], w[1]), halves(w[2], w[3]));
 }
 
-// 2^x to about 4e-6 relative, for x ≤ 0: weights are rounded to 8 bits.
-__m512 weight_of(__m512 x) {
-  x = _mm512_max_ps(_mm512_set1_ps(-126.0f), x);  // max returns its second operand for a NaN
-  const __m512 whole = _mm512_roundscale_ps(x, 8);
-  const __m512 f = _mm512_sub_ps(x, whole);
-  __m512 p = _mm512_set1_ps(9.5828529e-3f);
-  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(5.5906425e-2f));
-  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(2.4024099e-1f));
-  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(6.9312419e-1f));
-  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(1.0f));
-  return _mm512_scalef_ps(p, whole);
-}
-
 void begin_tile(const Call& call, const Task& task, int64_t first_row, const RowTile& tile) {
   const int64_t dim = call.paged.head_dim;
   for (int row = 0; row < tile.rows; ++row) {
@@ -162,7 +149,7 @@ void weigh(const Call& call, const Sight& sight, int64_t from, int halves, const
       __m512 p[2];
       for (int i = 0; i < 2; ++i) {
         // A NaN may be no maximum here, but its own weight, and with it the sum, is one.
-        p[i] = weight_of(_mm512_fmsub_ps(score(row, half * 2 + i), factor, _mm512_set1_ps(most[row])));
+        p[i] = rough_exp2_ps(_mm512_fmsub_ps(score(row, half * 2 + i), factor, _mm512_set1_ps(most[row])));
         if constexpr (kMasked) p[i] = _mm512_maskz_mov_ps(visible[row][half * 2 + i], p[i]);
         sum = _mm512_add_ps(sum, p[i]);
       }

@@ -105,19 +105,24 @@ class Buffer {
 };
 
 #if defined(CS_AVX512)
-// 2^x to about 1e-7 relative; a NaN stays a NaN.
-inline __m512 exp2_ps(__m512 x) {
+// 2^x by a polynomial of the fraction, coefficients from the highest power on; a NaN stays a NaN.
+template <class... Rest>
+inline __m512 exp2_by(__m512 x, float first, Rest... rest) {
   x = _mm512_max_ps(_mm512_set1_ps(-126.0f), x);  // max returns its second operand for a NaN
-  const __m512 whole = _mm512_roundscale_ps(x, 8);
-  const __m512 f = _mm512_sub_ps(x, whole);
-  __m512 p = _mm512_set1_ps(1.5403530e-4f);
-  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(1.3333558e-3f));
-  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(9.6181291e-3f));
-  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(5.5504109e-2f));
-  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(2.4022651e-1f));
-  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(6.9314718e-1f));
-  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(1.0f));
+  const __m512 whole = _mm512_roundscale_ps(x, 8), f = _mm512_sub_ps(x, whole);
+  __m512 p = _mm512_set1_ps(first);
+  ((p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(rest))), ...);
   return _mm512_scalef_ps(p, whole);
+}
+
+// To about 1e-7 relative.
+inline __m512 exp2_ps(__m512 x) {
+  return exp2_by(x, 1.5403530e-4f, 1.3333558e-3f, 9.6181291e-3f, 5.5504109e-2f, 2.4022651e-1f, 6.9314718e-1f, 1.0f);
+}
+
+// To about 3e-6 relative, for what is rounded to bfloat16.
+inline __m512 rough_exp2_ps(__m512 x) {
+  return exp2_by(x, 9.5828529e-3f, 5.5906425e-2f, 2.4024099e-1f, 6.9312419e-1f, 1.0f);
 }
 #endif
 
