@@ -200,7 +200,7 @@ async def test_cancel_in_the_middle_of_a_character(live: LiveServer) -> None:
         gen = ack["gens"][0]["gen"]
         while client.texts.get(gen) != "ok":
             await client.receive()
-        await asyncio.sleep(0.05)
+        await eventually(lambda: live.engine.submissions[0].num_sent == 4)
         await client.call("gen.cancel", gen=gen)
         end = await client.end_of(gen)
         live.engine.script = say("fine")
