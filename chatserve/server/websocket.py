@@ -7,6 +7,7 @@ hands the socket to `ws_connection`. The application includes `websocket_routes`
 
 from __future__ import annotations
 
+import contextlib
 import time
 from typing import TYPE_CHECKING
 
@@ -106,12 +107,10 @@ class _Endpoint:
 
 
 async def _accept_and_refuse(websocket: WebSocket, error: ChatserveError) -> None:
-    try:
+    with contextlib.suppress(WebSocketDisconnect):  # it need not wait for the answer
         await websocket.accept(wire.SUBPROTOCOL)
         await websocket.send_text(wire.encode(wire.Error(wire.error_body(error))))
         await websocket.close(wire.Close.NOT_AUTHENTICATED, error.code)
-    except WebSocketDisconnect:
-        pass  # it did not wait for the answer
 
 
 def _leave(code: int, reason: str) -> None:

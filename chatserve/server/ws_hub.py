@@ -132,8 +132,7 @@ class ChatHub:
             sent = await self._start(principal, command)
         except BaseException as error:
             self._recent.drop_send(tenant, command.id)
-            known_error = error if isinstance(error, ChatserveError) else ConflictError(_FIRST_SENDER_LEFT)
-            future.set_exception(known_error)
+            future.set_exception(_for_second_sender(error))
             future.exception()  # seen by a second sender of this id only, and usually there is none
             raise
         future.set_result(sent)
@@ -259,6 +258,9 @@ class ChatHub:
                         await self._close(turn, turn.answers[event.choice], done=event)
         except ChatserveError as error:
             failure = error
+        except Exception:
+            self._log.exception("answer_failed", generations=[live.gen for live in turn.answers])
+            failure = internal_error()
         finally:
             queue_task.cancel()
             generation.cancel()
@@ -334,6 +336,13 @@ class ChatHub:
             live.finish(wire.Done(live.gen, live.end, final_reason, usage, timings, live.text_sha256()))
         self._turns.pop(live.gen, None)
         self._recent.add_ended(live.tenant, live.gen)
+
+
+def _for_second_sender(error: BaseException) -> ChatserveError:
+    """What the second sender of an id is told where the first one's send led to ``error``."""
+    if isinstance(error, ChatserveError):
+        return error
+    return internal_error() if isinstance(error, Exception) else ConflictError(_FIRST_SENDER_LEFT)
 
 
 def exact_token_ids(tokenizer: Tokenizer, text: str, token_ids: Sequence[int]) -> bytes | None:

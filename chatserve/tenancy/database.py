@@ -132,6 +132,8 @@ class Database:
         try:
             result = job.work(self._connection)
         except Exception as error:
+            if not self._connection.in_transaction:
+                raise  # a full disk, for one: SQLite has undone everybody's changes
             self._connection.execute("ROLLBACK TO job")
             failure = error
             job.outcome = lambda: job.future.set_exception(failure)

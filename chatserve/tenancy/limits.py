@@ -168,48 +168,26 @@ class Account:
         return self._day_tokens if day == self._day else 0
 
     def _decide_concurrency(self, limits: TenantLimits, count: int) -> Refusal | None:
-        most = limits.max_concurrent
-        if most is not None and self.num_open + count > most:
-            return Refusal(
-                "concurrency_limit",
-                f"{self.num_open} requests of this tenant are open, and {most} may be at once. "
-                + (_WAIT if count <= most else _SMALLER),
-                TRY_AGAIN_SECONDS if count <= most else None,
-            )
-        most = limits.max_queued
-        if most is not None and self.num_waiting + count > most:
-            return Refusal(
-                "queue_full",
-                f"{self.num_waiting} requests of this tenant are waiting, and {most} may at once. "
-                + (_WAIT if count <= most else _SMALLER),
-                TRY_AGAIN_SECONDS if count <= most else None,
-            )
-        return None
+        return _too_many(
+            *("concurrency_limit", limits.max_concurrent, self.num_open, count),
+            "{busy} requests of this tenant are open, and {limit} may be at once. ",
+        ) or _too_many(
+            *("queue_full", limits.max_queued, self.num_waiting, count),
+            "{busy} requests of this tenant are waiting, and {limit} may at once. ",
+        )
 
     def _decide_requests(self, limits: TenantLimits, count: int, now: float) -> Refusal | None:
-        limit = limits.requests_per_minute
-        wait = 0.0 if limit is None else self._requests.wait(limit, count, now)
-        if limit is None or not wait:
-            return None
-        possible = count <= limit
-        return Refusal(
-            "rate_limit_exceeded",
-            f"The limit of {limit} requests per minute of this tenant is reached. "
-            + (f"Try again in {wait:.1f} seconds." if possible else _SMALLER),
-            wait if possible else None,
+        return _too_fast(
+            *(self._requests, limits.requests_per_minute, count, now),
+            "The limit of {limit} requests per minute of this tenant is reached. ",
+            "Try again in {wait:.1f} seconds.",
         )
 
     def _decide_tokens(self, limits: TenantLimits, tokens: int, now: float) -> Refusal | None:
-        limit = limits.tokens_per_minute
-        wait = 0.0 if limit is None else self._tokens.wait(limit, tokens, now)
-        if limit is None or not wait:
-            return None
-        possible = tokens <= limit
-        return Refusal(
-            "rate_limit_exceeded",
-            f"The request may use {tokens} tokens, prompt and output, and this tenant has {limit} per minute. "
-            + (f"Try again in {wait:.1f} seconds, or lower max_tokens." if possible else _SMALLER),
-            wait if possible else None,
+        return _too_fast(
+            *(self._tokens, limits.tokens_per_minute, tokens, now),
+            "The request may use {amount} tokens, prompt and output, and this tenant has {limit} per minute. ",
+            "Try again in {wait:.1f} seconds, or lower max_tokens.",
         )
 
     def _decide_day(self, limits: TenantLimits, tokens: int, day: str) -> Refusal | None:
@@ -230,6 +208,33 @@ class Account:
             "The next day begins at midnight UTC. Lower max_tokens, or ask the operator for a higher limit.",
             None,
         )
+
+
+def _too_many(
+    code: Literal["concurrency_limit", "queue_full"], limit: int | None, busy: int, count: int, words: str
+) -> Refusal | None:
+    """Refuse what is more at once than ``limit``, in ``words`` with its numbers."""
+    if limit is None or busy + count <= limit:
+        return None
+    possible = count <= limit
+    return Refusal(
+        code,
+        words.format(busy=busy, limit=limit) + (_WAIT if possible else _SMALLER),
+        TRY_AGAIN_SECONDS if possible else None,
+    )
+
+
+def _too_fast(meter: Meter, limit: int | None, amount: int, now: float, words: str, advice: str) -> Refusal | None:
+    """Refuse what is more than ``limit`` per minute, in ``words`` with its numbers; ``advice`` if waiting helps."""
+    wait = 0.0 if limit is None else meter.wait(limit, amount, now)
+    if limit is None or not wait:
+        return None
+    possible = amount <= limit
+    return Refusal(
+        "rate_limit_exceeded",
+        words.format(limit=limit, amount=amount) + (advice.format(wait=wait) if possible else _SMALLER),
+        wait if possible else None,
+    )
 
 
 _WAIT = "Try again when one of them has ended."

@@ -7,7 +7,6 @@ error on the console that the test did not expect.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -19,6 +18,7 @@ import pytest_asyncio
 from chatserve.config import ServerConfig
 from tests.e2e.cdp import Browser, Page, browser, chromium
 from tests.fakes import MODEL, FakeEngineClient, Script, say, write_tokenizer_folder
+from tests.needs import missing
 from tests.server.live import LiveServer, live_server
 from tests.waiting import eventually
 
@@ -33,9 +33,7 @@ async def chrome() -> AsyncIterator[Browser]:
     """One browser for all tests; each page has a profile of its own."""
     executable = chromium()
     if executable is None:
-        if os.environ.get("CHATSERVE_E2E") or os.environ.get("CI") == "true":
-            pytest.fail("chromium is not installed: the page cannot be tested")
-        pytest.skip("chromium is not installed; set CHATSERVE_E2E=1 to make this a failure")
+        missing("chromium is not installed: the page cannot be tested")
     async with browser(executable) as running:
         yield running
 

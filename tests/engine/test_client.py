@@ -375,10 +375,7 @@ async def main():
     await client.start()
     await client.wait_ready()
     stream = submit(client, {"idle": SLOW, "busy": SLOW, "hanging": HANGS}[sys.argv[1]], max_tokens=2000)
-    if sys.argv[1] == "hanging":
-        await asyncio.sleep(0.3)
-    else:
-        await stream.next()
+    await stream.next()  # its start is told before its first step runs
     if sys.argv[1] == "idle":
         stream.abort()
         await client.state()

@@ -103,7 +103,9 @@ def test_the_command_compiles_and_says_where(tmp_path: Path, compiler: Path, mon
 def test_the_sources_are_right_for_other_cpus(isa: str) -> None:
     """What cannot run here is at least accepted by the compiler with the flags it would get there; so is plain code."""
     flags = [*build._FLAGS, *build._ISA_FLAGS[isa], "-fsyntax-only"]
-    for source in sorted(build.SOURCES.glob("*.cpp")):
+    sources = sorted(build.SOURCES.glob("*.cpp"))
+    assert sources
+    for source in sources:
         done = subprocess.run([native.compiler(), *flags, str(source)], capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
 

@@ -91,6 +91,7 @@ async def test_stream_framing(live: LiveServer) -> None:
 async def test_stream_without_usage_has_no_usage_chunk(live: LiveServer) -> None:
     """Only who asks gets the chunk with empty choices; some clients index ``choices[0]`` blindly."""
     chunks = (await live.chat(stream=True)).chunks
+    assert text_of(chunks) == "Hello!"
     assert all(len(chunk["choices"]) == 1 for chunk in chunks)
     assert all("usage" not in chunk for chunk in chunks)
 

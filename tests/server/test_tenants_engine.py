@@ -222,7 +222,7 @@ async def test_books_equal_the_engines_counters(tiny_folder: Path, monkeypatch: 
             assert (account.num_open, account.num_waiting, account.reserved) == (0, 0, 0), name
         state = await house.engine.state()
         assert state.recounted_held == 0
-        watching.cancel()
+        assert watching.cancel(), watching.exception()  # it has ended only if what it saw was wrong
         await asyncio.gather(watching, return_exceptions=True)
         await watcher.look()
         assert watcher.num_looks > 5

@@ -7,9 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from structlog.testing import capture_logs
 
 from chatserve.config import ServerConfig
 from chatserve.server import ws_transport
+from chatserve.server.ws_hub import ChatHub
+from chatserve.server.ws_recent import Recent
 from chatserve.sessions.memory_store import MemoryStore
 from tests.fakes import IM_END, FakeEngineClient, Script, Submission, ids, say
 from tests.server.live import LiveServer, live_server
@@ -100,6 +103,51 @@ async def test_a_store_that_fails_still_ends_the_answer(tiny_folder: Path, monke
         assert "disk" not in end["error"]["message"]
 
 
+async def test_a_fault_inside_is_logged_and_ends_the_answer(live: LiveServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The client learns that it was the server's fault and nothing more; the log has the exception."""
+
+    def explode(*_: object) -> None:
+        raise KeyError("secret prompt text")
+
+    async with ws_client(live) as client:
+        with monkeypatch.context() as patch, capture_logs() as logs:
+            patch.setattr(ChatHub, "_note_start", explode)
+            ack = await client.call("chat.send", content="hi")
+            end = await client.end_of(ack["gens"][0]["gen"])
+        assert (end["type"], end["error"]["code"]) == ("gen.failed", "internal_error")
+        assert "secret" not in end["error"]["message"]
+        (entry,) = (entry for entry in logs if entry["event"] == "answer_failed")
+        assert entry["generations"] == [end["gen"]]
+        assert entry["exc_info"]
+        assert (await client.ask("again"))[1] == "Hello!"
+
+
+async def test_a_fault_inside_is_no_conflict_of_a_second_sender(
+    live: LiveServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever sends the same id while the first send fails is not told that its sender has left."""
+    fail, num_lookups, find_send = asyncio.Event(), 0, Recent.find_send
+
+    async def broken(*_: object) -> str:
+        await fail.wait()
+        raise OSError("disk full")
+
+    def counting(recent: Recent[Any], tenant: str, command: str) -> Any:
+        nonlocal num_lookups
+        num_lookups += 1
+        return find_send(recent, tenant, command)
+
+    monkeypatch.setattr(MemoryStore, "create", broken)
+    monkeypatch.setattr(Recent, "find_send", counting)
+    async with ws_client(live) as first, ws_client(live) as second:
+        for number, client in enumerate((first, second), 1):
+            await client.send("chat.send", id="same", content="hi")
+            await eventually(lambda number=number: num_lookups == number)  # type: ignore[misc]
+        fail.set()
+        for client in (first, second):
+            assert (await client.reply("same"))["error"]["code"] == "internal_error"
+
+
 async def test_several_answers(live: LiveServer) -> None:
     """n answers are n generations and sibling messages; each can be cancelled on its own and continued from."""
 
@@ -152,7 +200,7 @@ async def test_cancel_in_the_middle_of_a_character(live: LiveServer) -> None:
         gen = ack["gens"][0]["gen"]
         while client.texts.get(gen) != "ok":
             await client.receive()
-        await asyncio.sleep(0.05)
+        await eventually(lambda: live.engine.submissions[0].num_sent == 4)
         await client.call("gen.cancel", gen=gen)
         end = await client.end_of(gen)
         live.engine.script = say("fine")

@@ -81,6 +81,39 @@ def test_a_failure_is_its_callers_alone(tmp_path: Path) -> None:
     database.close()
 
 
+def test_what_undoes_everything_is_told_as_it_was(tmp_path: Path) -> None:
+    """SQLite itself rolls back a transaction that does not fit the disk: all in it learn why, and it goes on."""
+    database = Database(tmp_path / "d.sqlite", SCHEMA)
+    running, go = threading.Event(), threading.Event()
+
+    def hold(connection: sqlite3.Connection) -> None:
+        running.set()
+        assert go.wait(20)
+
+    def overflow(connection: sqlite3.Connection) -> None:
+        connection.execute("ROLLBACK")
+        raise sqlite3.OperationalError("database or disk is full")
+
+    with ThreadPoolExecutor(4) as pool:
+        held = pool.submit(database.call, hold)
+        assert running.wait(20)
+        before = pool.submit(insert, database, 1)
+        while database._jobs.qsize() < 1:
+            pass
+        overflowing = pool.submit(database.call, overflow)
+        while database._jobs.qsize() < 2:
+            pass
+        go.set()
+        held.result()
+        for future in (before, overflowing):
+            with pytest.raises(sqlite3.OperationalError, match="disk is full"):
+                future.result()
+    assert count(database) == 0
+    insert(database, 2)
+    assert count(database) == 1
+    database.close()
+
+
 def test_close_finishes_what_is_queued_and_refuses_more(tmp_path: Path) -> None:
     """Nothing that was asked for is lost, nothing waits for ever afterwards, and closing twice is fine."""
     database = Database(tmp_path / "d.sqlite", SCHEMA)

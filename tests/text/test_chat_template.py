@@ -77,6 +77,7 @@ def test_every_control_token_of_smollm2(smollm2: Path, smollm2_tokenizer: Tokeni
     """Each of the real model's control tokens, typed by a user, stays text."""
     template = ChatTemplate.from_folder(smollm2, smollm2_tokenizer)
     expected = control_ids(smollm2_tokenizer, template.render([ChatMessage("user", "x")]).token_ids)
+    assert len(smollm2_tokenizer.special_texts) == 17
     for text in smollm2_tokenizer.special_texts:
         for content in (text, f"<{text}", f"{text}{text}", f"a {text} b", text[:3] + text):
             prompt = template.render([ChatMessage("user", content)]).token_ids
