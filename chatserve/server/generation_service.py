@@ -210,6 +210,18 @@ class GenerationService:
         info = self.engine_info()
         request.sampling.validate(info.vocab_size)
         self._check_length(request)
+        self.refuse_unknown_tokens(request.prompt_ids, "prompt")
+
+    def refuse_unknown_tokens(self, token_ids: bytes, param: str) -> None:
+        """Raise `InvalidRequestError` where a token (int32) has no embedding: tokenizers may know more than models."""
+        largest = max(memoryview(token_ids).cast("i"), default=0)
+        limit = self.engine_info().vocab_size
+        if largest >= limit:
+            raise InvalidRequestError(
+                f"The text holds {self.tokenizer.token_text(largest)!r}, token {largest}, which this model's tokenizer "
+                f"knows and the model does not: it has {limit} tokens. Leave that text out.",
+                param=param,
+            )
 
     def _check_queue(self, tenant: str, count: int) -> None:
         """A full queue still takes in whoever has not had an equal part of it: a flood fills its own tenant's queue."""

@@ -88,6 +88,7 @@ class PrefixRegistry:
 
     async def _pin(self, prefix: PublishedPrefix) -> None:
         tokens = self._render(prefix)
+        self._service.refuse_unknown_tokens(tokens, "text")
         reply = await self._engine.publish(tokens, self._scopes(prefix))
         prefix.num_tokens, prefix.num_blocks, prefix.error = reply.num_tokens, reply.num_blocks, reply.error_message
 

@@ -23,7 +23,7 @@ from chatserve.model.transformer import Transformer
 from chatserve.model.weights import Checkpoint
 from chatserve.text.tokenizer import Tokenizer
 from tests.kernels.native import library
-from tests.model.tiny import VARIANTS, all_logits, write_model
+from tests.model.tiny import SIZES, VARIANTS, all_logits, write_model
 from tests.store.tiny_gguf import write_gguf
 
 # English prose, long enough that errors of single tokens do not decide.
@@ -69,6 +69,17 @@ def test_every_family_runs_in_bfloat16(tmp_path: Path, native: NativeBackend, va
         assert model.is_native
         assert error(ours, exact) < 0.04
         assert error(ours, exact) < error(theirs, exact)
+
+
+def test_a_token_without_an_embedding_fails_its_sequence_only(tmp_path: Path, native: NativeBackend) -> None:
+    """Whatever number arrives as a token: nothing outside the embedding is read, and the neighbours are not touched."""
+    write_model(tmp_path, "llama")
+    good, neighbour = [3, 17, 99, 4], [7, 8]
+    model, (expected, beside) = run(tmp_path, native, torch.bfloat16, [good, neighbour], "none")
+    for token in (SIZES["vocab_size"], SIZES["vocab_size"] + 1, 2_000_000_000, -1):
+        logits, failed, other = all_logits(model, [good, [3, token, 5], neighbour], torch.bfloat16)
+        assert torch.equal(failed[1:], torch.zeros_like(failed[1:]))  # the token itself and what sees it
+        assert error([logits, other], [expected, beside]) < 0.02
 
 
 def error(logits: list[torch.Tensor], expected: list[torch.Tensor]) -> float:

@@ -95,6 +95,18 @@ async def test_float_fields(live: LiveServer) -> None:
         assert (await live.post(CHAT, body("temperature", raw))).status == 200
 
 
+@pytest.mark.asyncio
+async def test_text_whose_token_the_model_does_not_have(live: LiveServer) -> None:
+    """A tokenizer may know tokens that its model has no embedding for: such text is refused with the token named, and
+    all else is answered."""
+    live.engine.info = msgspec.structs.replace(live.engine.info, vocab_size=ord("z"))
+    reply = await refused(live, COMPLETIONS, {"prompt": "abz"})
+    assert reply.error["param"] == "prompt"
+    assert "'z', token 122" in reply.error["message"]
+    assert (await live.post(COMPLETIONS, {"prompt": "aby", "max_tokens": 2})).status == 200
+    await refused(live, CHAT, {"messages": HI})  # the template's control tokens come last
+
+
 BAD: list[tuple[dict[str, Any], str | None]] = [
     ({"messages": []}, "messages"),
     ({"messages": None}, "messages"),

@@ -52,8 +52,11 @@ int64_t Context::run(const Network& net, const Step& step) {
   const size_t width = size_t(net.hidden), vocabulary = size_t(net.head.outputs);
   float* hidden = hidden_.reserve(size_t(step.num_tokens) * width);
   pool.run_tokens(step.num_tokens, [&](int64_t token) {
-    const uint16_t* row = net.embedding + size_t(step.token_ids[token]) * width;
-    for (size_t i = 0; i < width; ++i) hidden[size_t(token) * width + i] = bf16_to_float(row[i]);
+    float* state = hidden + size_t(token) * width;
+    const size_t id = uint32_t(step.token_ids[token]);
+    if (id >= vocabulary) return (void)std::fill_n(state, width, NAN);  // which fails its sequence, and no other
+    const uint16_t* row = net.embedding + id * width;
+    for (size_t i = 0; i < width; ++i) state[i] = bf16_to_float(row[i]);
   });
   forward(net, paged, layout_, hidden);
 
