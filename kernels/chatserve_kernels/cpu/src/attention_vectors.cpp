@@ -1,8 +1,9 @@
 // Attention in vector registers (AVX-512 with bfloat16 products, AVX-512, AVX2), for decodes and chunks alike.
 //
-// 64 positions at a time are laid side by side once for all rows of the task: of keys the lanes are positions, of values
-// elements, as in the cache. Scores and outputs are then the same product of a few rows of words, each spread over a
-// vector, and a matrix of words. What a row gets does not depend on the rows beside it.
+// Scores and outputs are the same product: of a few rows of words, each spread over a vector, and a matrix of words, in
+// which lanes are positions (keys) or elements (values). The cache is such a matrix, in pieces. Where a block is smaller
+// than a piece, or many rows would take the same words apart, 64 positions are laid out first for all rows of the task.
+// What a row gets does not depend on the rows beside it.
 #include "attention_task.h"
 #include "vector.h"
 
@@ -12,44 +13,121 @@ namespace cs {
 
 namespace {
 
-constexpr int kStep = 64;  // positions at a time
+constexpr int kStep = 64;   // positions at a time
+constexpr int kPiece = 16;  // positions side by side in memory
+constexpr int kRows = 6;    // rows at a time
 
-// out[R][C vectors] = out × shrink + a[R][words] · b[words][C vectors], or without what is in out where shrink is null.
-template <int R, int C>
-void block(const float* a, int64_t a_stride, int64_t words, const float* b, int64_t b_stride, const float* shrink,
-           float* out, int64_t out_stride) {
-  Vec sum[R][C];
+// Columns (in vectors) at a time: sums fill the registers but for a column and the rows' words.
+constexpr int columns_of(int rows) { return kVec == 16 ? 4 : rows == 1 ? 8 : rows <= 3 ? 4 : 2; }
+
+// Words that are multiplied with a row's: two numbers each, as they lie in the cache, or what multiply() takes.
+enum class Words { kCached, kLaidOut };
+
+// sum[R][C] += a[R][words] · b[words][C vectors], the columns of b at `column`, its rows `stride` apart.
+template <int R, int C, Words kind>
+void add_products(Vec (&sum)[R][C], const float* a, int64_t a_stride, int64_t words, const float* const (&column)[C],
+                  int64_t stride) {
+  const auto add_row = [&](int64_t at, const auto& part_of) {
+    // The fewer of both stay in registers meanwhile.
+    if constexpr (R < C) {
+      Vec word[R];
 #pragma GCC unroll 8
-  for (int r = 0; r < R; ++r)
+      for (int r = 0; r < R; ++r) word[r] = spread(a[r * a_stride + at]);
 #pragma GCC unroll 8
-    for (int c = 0; c < C; ++c)
-      sum[r][c] = shrink == nullptr ? zero() : scale_by(load(out + r * out_stride + c * kVec), spread(shrink[r]));
-  for (int64_t w = 0; w < words; ++w, b += b_stride) {
-    Vec column[C];
+      for (int c = 0; c < C; ++c) {
+        const Vec part = part_of(c);
 #pragma GCC unroll 8
-    for (int c = 0; c < C; ++c) column[c] = load(b + c * kVec);
+        for (int r = 0; r < R; ++r) sum[r][c] = multiply(sum[r][c], word[r], part);
+      }
+    } else {
+      Vec part[C];
 #pragma GCC unroll 8
-    for (int r = 0; r < R; ++r) {
-      const Vec word = spread(a[r * a_stride + w]);
+      for (int c = 0; c < C; ++c) part[c] = part_of(c);
 #pragma GCC unroll 8
-      for (int c = 0; c < C; ++c) sum[r][c] = multiply(sum[r][c], word, column[c]);
+      for (int r = 0; r < R; ++r) {
+        const Vec word = spread(a[r * a_stride + at]);
+#pragma GCC unroll 8
+        for (int c = 0; c < C; ++c) sum[r][c] = multiply(sum[r][c], word, part[c]);
+      }
+    }
+  };
+  for (int64_t w = 0; w < words; ++w) {
+    const auto word = [&](int c) { return load(column[c] + w * stride); };
+    if constexpr (kPack == 2 || kind == Words::kLaidOut) {
+      add_row(w, word);
+    } else {
+      add_row(2 * w, [&](int c) { return first_of_words(word(c)); });
+      add_row(2 * w + 1, [&](int c) { return second_of_words(word(c)); });
     }
   }
-#pragma GCC unroll 8
-  for (int r = 0; r < R; ++r)
-#pragma GCC unroll 8
-    for (int c = 0; c < C; ++c) store(out + r * out_stride + c * kVec, sum[r][c]);
 }
 
-template <int R>
-void product(const float* a, int64_t a_stride, int64_t words, const float* b, int64_t b_stride, const float* shrink,
-             float* out, int64_t out_stride, int64_t width) {
-  int64_t at = 0;
-  for (; at + kColumns * kVec <= width; at += kColumns * kVec)
-    block<R, kColumns>(a, a_stride, words, b + at, b_stride, shrink, out + at, out_stride);
-  for (; at < width; at += 2 * kVec)
-    block<R, 2>(a, a_stride, words, b + at, b_stride, shrink, out + at, out_stride);
-}
+// The keys and values of kStep positions, in pieces of kPiece: keys [dim words][kPiece] with key_stride between rows,
+// values [kPiece words][dim].
+template <Words kind>
+struct Past {
+  const float* keys[kStep / kPiece];
+  const float* values[kStep / kPiece];
+  int64_t key_stride, dim;
+
+  // Numbers in a word of kind, and words that hold so many.
+  static constexpr int64_t kNumbers = kind == Words::kCached ? 2 : kPack;
+  static int64_t words(int64_t numbers) { return (numbers + kNumbers - 1) / kNumbers; }
+
+  // Into the L2 cache, which Zen's own prefetchers do too late for runs of a block's head (measured: 4 % of a step).
+  void prefetch() const {
+    for (int i = 0; i < kStep / kPiece; ++i)
+      for (int64_t line = 0; line < kPiece * words(dim); line += 16) {
+        _mm_prefetch(reinterpret_cast<const char*>(keys[i] + line), _MM_HINT_T1);
+        _mm_prefetch(reinterpret_cast<const char*>(values[i] + line), _MM_HINT_T1);
+      }
+  }
+
+  // scores[R][kStep] = query[R][dim] · keys.
+  template <int R, int C>
+  void score(const float* query, int64_t query_stride, float* scores) const {
+    for (int64_t at = 0; at < kStep; at += C * kVec) {
+      const float* column[C];
+#pragma GCC unroll 8
+      for (int c = 0; c < C; ++c) column[c] = keys[(at + c * kVec) / kPiece] + (at + c * kVec) % kPiece;
+      Vec sum[R][C];
+#pragma GCC unroll 8
+      for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
+        for (int c = 0; c < C; ++c) sum[r][c] = zero();
+      add_products<R, C, kind>(sum, query, query_stride, words(dim), column, key_stride);
+#pragma GCC unroll 8
+      for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
+        for (int c = 0; c < C; ++c) store(scores + r * kStep + at + c * kVec, sum[r][c]);
+    }
+  }
+
+  // out[R][width from element `at` on] = out × shrink + weights[R][count] · values; the elements that C divides.
+  template <int R, int C>
+  int64_t weigh(int64_t at, const float* weights, int64_t weights_stride, int64_t count, const float* shrink,
+                float* out) const {
+    for (; at + C * kVec <= dim; at += C * kVec) {
+      Vec sum[R][C];
+#pragma GCC unroll 8
+      for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
+        for (int c = 0; c < C; ++c) sum[r][c] = scale_by(load(out + r * dim + at + c * kVec), spread(shrink[r]));
+      for (int64_t from = 0; from < count; from += kPiece) {
+        const float* column[C];
+#pragma GCC unroll 8
+        for (int c = 0; c < C; ++c) column[c] = values[from / kPiece] + at + c * kVec;
+        add_products<R, C, kind>(sum, weights + from / kPack, weights_stride,
+                                 words(std::min<int64_t>(kPiece, count - from)), column, dim);
+      }
+#pragma GCC unroll 8
+      for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
+        for (int c = 0; c < C; ++c) store(out + r * dim + at + c * kVec, sum[r][c]);
+    }
+    return at;
+  }
+};
 
 // One task's scratch memory, in floats.
 struct Scratch {
@@ -92,7 +170,8 @@ struct Head {
 };
 
 // Lay out the keys and values of positions [from, from + count).
-void lay_out(const Call& call, const Task& task, int64_t from, int64_t count, const Scratch& scratch) {
+Past<Words::kLaidOut> lay_out(const Call& call, const Task& task, int64_t from, int64_t count,
+                              const Scratch& scratch) {
   const int64_t dim = call.paged.head_dim, block_size = call.paged.block_size;
   for (int64_t i = 0; i < count;) {
     const int64_t slot = (from + i) % block_size, run = std::min(block_size - slot, kStep - i);
@@ -117,13 +196,34 @@ void lay_out(const Call& call, const Task& task, int64_t from, int64_t count, co
       }
     i += run;
   }
+  Past<Words::kLaidOut> past{{}, {}, kStep, dim};
+  for (int64_t piece = 0; piece < kStep / kPiece; ++piece) {
+    past.keys[piece] = scratch.keys + piece * kPiece;
+    past.values[piece] = scratch.values + piece * kPiece / kPack * dim;
+  }
+  return past;
 }
 
-// R rows from `row` on attend to the positions that are laid out.
-template <int R>
-void attend_rows(const Call& call, const Head& head, int64_t row, int64_t from, int64_t count, const Scratch& scratch) {
+// Keys and values where they are, in blocks that hold whole pieces.
+Past<Words::kCached> cached(const Call& call, const Task& task, int64_t from, int64_t count) {
+  const int64_t dim = call.paged.head_dim, block_size = call.paged.block_size;
+  Past<Words::kCached> past{{}, {}, block_size, dim};
+  for (int64_t piece = 0; piece < kStep / kPiece; ++piece) {
+    // Beyond the last position no block need be; what any other gives there is hidden.
+    const int64_t position = from + std::min(piece * kPiece, (count - 1) / kPiece * kPiece), slot = position % block_size;
+    past.keys[piece] = reinterpret_cast<const float*>(call.tile(task, position, 0) + slot * 2);
+    past.values[piece] = reinterpret_cast<const float*>(call.tile(task, position, 1) + slot * dim);
+  }
+  return past;
+}
+
+// R rows from `row` on attend to kStep positions, of which `count` are there.
+template <int R, Words kind>
+void attend_rows(const Call& call, const Head& head, const Past<kind>& past, int64_t row, int64_t from, int64_t count,
+                 const Scratch& scratch) {
+  constexpr int kColumns = columns_of(R);
   const int64_t dim = call.paged.head_dim, words = dim / kPack;
-  product<R>(head.query + row * words, words, words, scratch.keys, kStep, nullptr, scratch.scores, kStep, kStep);
+  past.template score<R, kColumns>(head.query + row * words, words, scratch.scores);
   float shrink[R];
   for (int r = 0; r < R; ++r) {
     Vec s[kStep / kVec];
@@ -154,19 +254,24 @@ void attend_rows(const Call& call, const Head& head, int64_t row, int64_t from, 
     for (int i = 0; i < kStep / kVec; i += 2)
       store_words(scratch.weights + (r * kStep + i * kVec) / kPack, s[i], s[i + 1]);
   }
-  product<R>(scratch.weights, kStep / kPack, (count + kPack - 1) / kPack, scratch.values, dim, shrink,
-             head.out + row * dim, dim, dim);
+  float* out = head.out + row * dim;
+  const auto weigh = [&]<int C>(int64_t at, std::integral_constant<int, C>) {
+    return past.template weigh<R, C>(at, scratch.weights, kStep / kPack, count, shrink, out);
+  };
+  const int64_t at = weigh(0, std::integral_constant<int, kColumns>());
+  weigh(at, std::integral_constant<int, 2>());
 }
 
-void attend_some(int rows, const Call& call, const Head& head, int64_t row, int64_t from, int64_t count,
-                 const Scratch& scratch) {
+template <Words kind>
+void attend_some(int rows, const Call& call, const Head& head, const Past<kind>& past, int64_t row, int64_t from,
+                 int64_t count, const Scratch& scratch) {
   switch (rows) {
-    case 1: return attend_rows<1>(call, head, row, from, count, scratch);
-    case 2: return attend_rows<2>(call, head, row, from, count, scratch);
-    case 3: return attend_rows<3>(call, head, row, from, count, scratch);
-    case 4: return attend_rows<4>(call, head, row, from, count, scratch);
-    case 5: return attend_rows<5>(call, head, row, from, count, scratch);
-    default: return attend_rows<6>(call, head, row, from, count, scratch);
+    case 1: return attend_rows<1>(call, head, past, row, from, count, scratch);
+    case 2: return attend_rows<2>(call, head, past, row, from, count, scratch);
+    case 3: return attend_rows<3>(call, head, past, row, from, count, scratch);
+    case 4: return attend_rows<4>(call, head, past, row, from, count, scratch);
+    case 5: return attend_rows<5>(call, head, past, row, from, count, scratch);
+    default: return attend_rows<6>(call, head, past, row, from, count, scratch);
   }
 }
 static_assert(kRows == 6);
@@ -191,17 +296,27 @@ void attend_vectors(const Call& call, const Task& task) {
   std::fill(scratch.out, scratch.out + task.heads * rows * dim, 0.0f);
   std::fill(scratch.maxima, scratch.maxima + task.heads * rows, kHidden);
   std::fill(scratch.sums, scratch.sums + task.heads * rows * kVec, 0.0f);
+  // Tasks begin with a block or at a multiple of kStep, so a piece that divides blocks lies within one.
+  const bool in_place = call.paged.block_size % kPiece == 0 && (kPack == 2 || rows <= kRows);
   for (int64_t from = task.begin; from < task.end; from += kStep) {
     const int64_t count = std::min<int64_t>(kStep, task.end - from);
     for (int64_t h = 0; h < task.heads; ++h) {
       const Head head(call, task, h, scratch);
-      lay_out(call, head.task, from, count, scratch);
-      for (int64_t row = 0; row < rows; row += kRows) {
-        const int some = int(std::min<int64_t>(kRows, rows - row));
-        // Tokens come in order, so a block whose last row sees nothing yet need not look.
-        if (call.position(task, (row + some - 1) / call.group()) >= from)
-          attend_some(some, call, head, row, from, count, scratch);
+      const auto attend_to = [&](const auto& past) {
+        for (int64_t row = 0; row < rows; row += kRows) {
+          const int some = int(std::min<int64_t>(kRows, rows - row));
+          // Tokens come in order, so rows of which the last sees nothing yet need not look.
+          if (call.position(task, (row + some - 1) / call.group()) >= from)
+            attend_some(some, call, head, past, row, from, count, scratch);
+        }
+      };
+      if (!in_place) {
+        attend_to(lay_out(call, head.task, from, count, scratch));
+        continue;
       }
+      const int64_t next = from + kStep;
+      if (next < task.end) cached(call, head.task, next, std::min<int64_t>(kStep, task.end - next)).prefetch();
+      attend_to(cached(call, head.task, from, count));
     }
   }
   for (int64_t h = 0; h < task.heads; ++h) {

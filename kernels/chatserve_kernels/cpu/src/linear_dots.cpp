@@ -6,6 +6,13 @@ namespace cs {
 
 namespace {
 
+#if defined(CS_AVX512)
+constexpr int kBatch = 8;  // rows that fill the registers
+#else
+constexpr int kBatch = 4;
+#endif
+constexpr int kBlock = 32;  // rows that a tile of weights is multiplied with while it is in the L1 cache
+
 // y[r][16] = one tile of outputs for R rows from row0 on.
 #if defined(CS_AVX512)
 // sum += w · the four bytes at x, in every lane. The instruction spreads them itself, which GCC 12 would not let it do.
@@ -27,8 +34,9 @@ void dot_tile(const uint8_t* unit, const Activation& a, int row0, float (*y)[kLa
   for (int r = 0; r < R; ++r) total[r] = _mm512_setzero_ps();
   for (int g = 0; g < groups; ++g, unit += unit_bytes(kFourBit ? kQ4_1 : kQ8_0), x += kGroup) {
     // Beyond what the hardware prefetchers run ahead: a tile is a stream of its own.
-    for (int64_t line = 0; line < unit_bytes(kFourBit ? kQ4_1 : kQ8_0); line += 64)
-      _mm_prefetch(reinterpret_cast<const char*>(unit + kPrefetch + line), _MM_HINT_T0);
+    if (row0 == 0)
+      for (int64_t line = 0; line < unit_bytes(kFourBit ? kQ4_1 : kQ8_0); line += 64)
+        _mm_prefetch(reinterpret_cast<const char*>(unit + kPrefetch + line), _MM_HINT_T0);
     __m512i sum[R];
     for (int r = 0; r < R; ++r)
       sum[r] = kFourBit ? _mm512_setzero_si512() : _mm512_set1_epi32(-128 * a.sum.data()[(row0 + r) * groups + g]);
@@ -63,62 +71,88 @@ void dot_tile(const uint8_t* unit, const Activation& a, int row0, float (*y)[kLa
   for (int r = 0; r < R; ++r) _mm512_storeu_ps(y[r], total[r]);
 }
 #elif defined(CS_AVX2)
+// A value in its place: without it GCC 12 computes all of a loop's terms before it adds them, and runs out of registers.
+inline void settle(__m256i& value) { asm("" : "+x"(value)); }
+
 template <int R, bool kFourBit>
 void dot_tile(const uint8_t* unit, const Activation& a, int row0, float (*y)[kLanes]) {
   const int groups = a.groups;
   const int64_t inputs = int64_t(groups) * kGroup;
   const int8_t* x = a.values.data() + row0 * inputs;
+  const float* scales = a.scale.data() + row0 * groups;
+  const float* sums = a.scaled_sum.data() + row0 * groups;
   const __m256i nibble = _mm256_set1_epi8(15), ones = _mm256_set1_epi16(1), flip = _mm256_set1_epi8(-128);
-  __m256 total[R][2];
-  for (int r = 0; r < R; ++r) total[r][0] = total[r][1] = _mm256_setzero_ps();
   const auto load = [](const uint8_t* p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)); };
   const auto quad = [](const int8_t* bytes) {
     int32_t word;
     std::memcpy(&word, bytes, 4);
     return _mm256_set1_epi32(word);
   };
+  __m256 total[R][2];
+#pragma GCC unroll 4
+  for (int r = 0; r < R; ++r) total[r][0] = total[r][1] = _mm256_setzero_ps();
   for (int g = 0; g < groups; ++g, unit += unit_bytes(kFourBit ? kQ4_1 : kQ8_0), x += kGroup) {
-    const uint8_t* tail = unit + (kFourBit ? 256 : 512);
-    for (int half = 0; half < 2; ++half) {
-      __m256i sum[R];
-      for (int r = 0; r < R; ++r) sum[r] = _mm256_setzero_si256();
-      if constexpr (kFourBit) {
-        for (int j = 0; j < 4; ++j) {
-          const __m256i both = load(unit + 64 * j + 32 * half);
-          const __m256i low = _mm256_and_si256(both, nibble);
-          const __m256i high = _mm256_and_si256(_mm256_srli_epi16(both, 4), nibble);
-          for (int r = 0; r < R; ++r) {
-            // At most 4 × 15 × 127 in 16 bits: no saturation.
-            const __m256i products = _mm256_add_epi16(_mm256_maddubs_epi16(low, quad(x + r * inputs + 8 * j)),
-                                                      _mm256_maddubs_epi16(high, quad(x + r * inputs + 8 * j + 4)));
-            sum[r] = _mm256_add_epi32(sum[r], _mm256_madd_epi16(products, ones));
+    if (row0 == 0)
+      for (int64_t line = 0; line < unit_bytes(kFourBit ? kQ4_1 : kQ8_0); line += 64)
+        _mm_prefetch(reinterpret_cast<const char*>(unit + kPrefetch + line), _MM_HINT_T0);
+    __m256i sum[R][2];  // of four bits in 16: at most 8 × 2 × 15 × 127, which fits
+    if constexpr (kFourBit) {
+      const auto add_products = [&](const __m256i (&w)[2], int at) {
+#pragma GCC unroll 4
+        for (int r = 0; r < R; ++r) {
+          const __m256i values = quad(x + r * inputs + at);
+#pragma GCC unroll 2
+          for (int half = 0; half < 2; ++half) {
+            const __m256i products = _mm256_maddubs_epi16(w[half], values);
+            sum[r][half] = at == 0 ? products : _mm256_add_epi16(sum[r][half], products);
+            settle(sum[r][half]);
           }
         }
-      } else {
-        for (int j = 0; j < 8; ++j) {
-          const __m256i w = _mm256_xor_si256(load(unit + 64 * j + 32 * half), flip);
-          const __m256i magnitude = _mm256_abs_epi8(w);
-          for (int r = 0; r < R; ++r) {
+      };
+#pragma GCC unroll 4
+      for (int j = 0; j < 4; ++j) {
+        const __m256i both[2] = {load(unit + 64 * j), load(unit + 64 * j + 32)};
+        add_products({_mm256_and_si256(both[0], nibble), _mm256_and_si256(both[1], nibble)}, 8 * j);
+        add_products({_mm256_and_si256(_mm256_srli_epi16(both[0], 4), nibble),
+                      _mm256_and_si256(_mm256_srli_epi16(both[1], 4), nibble)},
+                     8 * j + 4);
+      }
+#pragma GCC unroll 4
+      for (int r = 0; r < R; ++r)
+#pragma GCC unroll 2
+        for (int half = 0; half < 2; ++half) sum[r][half] = _mm256_madd_epi16(sum[r][half], ones);
+    } else {
+#pragma GCC unroll 8
+      for (int j = 0; j < 8; ++j) {
+        const __m256i w[2] = {_mm256_xor_si256(load(unit + 64 * j), flip), _mm256_xor_si256(load(unit + 64 * j + 32), flip)};
+        const __m256i magnitude[2] = {_mm256_abs_epi8(w[0]), _mm256_abs_epi8(w[1])};
+#pragma GCC unroll 4
+        for (int r = 0; r < R; ++r) {
+          const __m256i values = quad(x + r * inputs + 4 * j);
+#pragma GCC unroll 2
+          for (int half = 0; half < 2; ++half) {
             // |w| × (x with w's sign): pairs stay below 2 × 128 × 127.
             const __m256i products =
-                _mm256_maddubs_epi16(magnitude, _mm256_sign_epi8(quad(x + r * inputs + 4 * j), w));
-            sum[r] = _mm256_add_epi32(sum[r], _mm256_madd_epi16(products, ones));
+                _mm256_madd_epi16(_mm256_maddubs_epi16(magnitude[half], _mm256_sign_epi8(values, w[half])), ones);
+            sum[r][half] = j == 0 ? products : _mm256_add_epi32(sum[r][half], products);
+            settle(sum[r][half]);
           }
         }
       }
+    }
+    const uint8_t* tail = unit + (kFourBit ? 256 : 512);
+#pragma GCC unroll 2
+    for (int half = 0; half < 2; ++half) {
       const auto halves = [&](int offset) {
         return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(tail + offset + 16 * half)));
       };
-      const __m256 scale = halves(0);
+      const __m256 scale = halves(0), minimum = kFourBit ? halves(32) : _mm256_setzero_ps();
+#pragma GCC unroll 4
       for (int r = 0; r < R; ++r) {
-        const __m256 both = _mm256_mul_ps(scale, _mm256_set1_ps(a.scale.data()[(row0 + r) * groups + g]));
-        total[r][half] = _mm256_fmadd_ps(both, _mm256_cvtepi32_ps(sum[r]), total[r][half]);
-      }
-      if constexpr (kFourBit) {
-        const __m256 minimum = halves(32);
-        for (int r = 0; r < R; ++r)
-          total[r][half] = _mm256_fmadd_ps(
-              minimum, _mm256_set1_ps(a.scaled_sum.data()[(row0 + r) * groups + g]), total[r][half]);
+        const __m256 both = _mm256_mul_ps(scale, _mm256_set1_ps(scales[r * groups + g]));
+        __m256& sum_r = total[r][half];
+        sum_r = _mm256_fmadd_ps(both, _mm256_cvtepi32_ps(sum[r][half]), sum_r);
+        if constexpr (kFourBit) sum_r = _mm256_fmadd_ps(minimum, _mm256_set1_ps(sums[r * groups + g]), sum_r);
       }
     }
   }
@@ -152,31 +186,27 @@ void dot_tile(const uint8_t* unit, const Activation& a, int row0, float (*y)[kLa
 }
 #endif
 
+// One tile of outputs for up to R rows.
 template <int R>
-void dot_rows(const Job& job, int pair, int row0) {
-  alignas(64) float y[2][R][kLanes];
-  const int groups = job.linear.groups();
-  const uint8_t* unit = job.linear.units + int64_t(pair) * 2 * groups * unit_bytes(job.linear.kind);
-  for (int t = 0; t < 2; ++t, unit += int64_t(groups) * unit_bytes(job.linear.kind)) {
-    if (job.linear.four_bit()) dot_tile<R, true>(unit, job.activation, row0, y[t]);
-    else dot_tile<R, false>(unit, job.activation, row0, y[t]);
-  }
-  for (int r = 0; r < R; ++r) job.finish(pair, row0 + r, y[0][r], y[1][r]);
+void dot_up_to(const Job& job, const uint8_t* unit, int row0, int rows, float (*y)[kLanes]) {
+  if constexpr (R > 1)
+    if (rows < R) return dot_up_to<R - 1>(job, unit, row0, rows, y);
+  if (job.linear.four_bit()) dot_tile<R, true>(unit, job.activation, row0, y);
+  else dot_tile<R, false>(unit, job.activation, row0, y);
 }
 
 }  // namespace
 
 void dot_pair(const Job& job, int pair) {
-  int row = 0;
-  for (; row + 8 <= job.activation.rows; row += 8) dot_rows<8>(job, pair, row);
-  switch (job.activation.rows - row) {
-    case 1: return dot_rows<1>(job, pair, row);
-    case 2: return dot_rows<2>(job, pair, row);
-    case 3: return dot_rows<3>(job, pair, row);
-    case 4: return dot_rows<4>(job, pair, row);
-    case 5: return dot_rows<5>(job, pair, row);
-    case 6: return dot_rows<6>(job, pair, row);
-    case 7: return dot_rows<7>(job, pair, row);
+  const int64_t tile_bytes = job.linear.groups() * unit_bytes(job.linear.kind);
+  const uint8_t* units = job.linear.units + int64_t(pair) * 2 * tile_bytes;
+  alignas(64) float y[2][kBlock][kLanes];
+  for (int begin = 0; begin < job.activation.rows; begin += kBlock) {
+    const int rows = std::min(kBlock, job.activation.rows - begin);
+    for (int t = 0; t < 2; ++t)
+      for (int r = 0; r < rows; r += kBatch)
+        dot_up_to<kBatch>(job, units + t * tile_bytes, begin + r, rows - r, y[t] + r);
+    for (int r = 0; r < rows; ++r) job.finish(pair, begin + r, y[0][r], y[1][r]);
   }
 }
 
@@ -203,6 +233,31 @@ void quantise_row(Activation& a, int row, const float* x, int64_t inputs, const 
     _mm_storeu_si128(reinterpret_cast<__m128i*>(q), _mm512_cvtepi32_epi8(a0));
     _mm_storeu_si128(reinterpret_cast<__m128i*>(q + 16), _mm512_cvtepi32_epi8(a1));
     sum = finite ? _mm512_reduce_add_epi32(_mm512_add_epi32(a0, a1)) : 0;
+#elif defined(CS_AVX2)
+    Vec v[4], highest = zero(), not_finite = zero();
+    for (int i = 0; i < 4; ++i) {
+      const int64_t at = g * kGroup + i * kVec;
+      v[i] = scale_by(load(x + at), spread(factor));
+      if (weight != nullptr) v[i] = scale_by(v[i], load(weight + at));
+      highest = larger(highest, _mm256_andnot_ps(spread(-0.0f), v[i]));
+      not_finite = add(not_finite, subtract(v[i], v[i]));  // zero, or a NaN
+    }
+    poison = total(not_finite);
+    largest = cs::largest(highest);
+    const bool finite = poison == 0.0f;
+    const Vec inverse = spread(finite && largest > 0.0f ? 127.0f / largest : 0.0f);
+    __m256i whole[4], sums = _mm256_setzero_si256();
+    for (int i = 0; i < 4; ++i) {
+      whole[i] = finite ? _mm256_cvtps_epi32(scale_by(v[i], inverse)) : _mm256_setzero_si256();
+      sums = _mm256_add_epi32(sums, whole[i]);
+    }
+    // Packing interleaves halves of vectors: [0 2 4 6 1 3 5 7] in words of four bytes.
+    const __m256i packed = _mm256_packs_epi16(_mm256_packs_epi32(whole[0], whole[1]), _mm256_packs_epi32(whole[2], whole[3]));
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(q),
+                        _mm256_permutevar8x32_epi32(packed, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7)));
+    const __m128i pairs = _mm_add_epi32(_mm256_castsi256_si128(sums), _mm256_extracti128_si256(sums, 1));
+    const __m128i one = _mm_add_epi32(pairs, _mm_shuffle_epi32(pairs, 0x4e));
+    sum = _mm_cvtsi128_si32(_mm_add_epi32(one, _mm_shuffle_epi32(one, 0xb1)));
 #else
     float v[kGroup];
     largest = poison = 0.0f;

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "linear.h"
+#include "vector.h"
 
 namespace cs {
 
@@ -20,14 +21,11 @@ inline float norm_factor(const float* x, int64_t inputs, float eps) {
 
 inline float silu(float x) { return x / (1.0f + std::exp(-x)); }
 
-#if defined(CS_AVX512)
-inline __m512 silu(__m512 x) {
+#if defined(CS_VECTORS)
+inline Vec silu(Vec x) {
   // The exponent is kept below overflow: beyond 80 the sigmoid is 0 to float precision anyway.
-  const __m512 minus = _mm512_min_ps(_mm512_set1_ps(115.0f), _mm512_mul_ps(x, _mm512_set1_ps(-1.44269504f)));
-  // A division costs as much as all the rest; the estimate of 14 bits and one step of Newton's give 23.
-  const __m512 divisor = _mm512_add_ps(_mm512_set1_ps(1.0f), exp2_ps(minus));
-  const __m512 inverse = _mm512_rcp14_ps(divisor);
-  return _mm512_mul_ps(x, _mm512_mul_ps(inverse, _mm512_fnmadd_ps(divisor, inverse, _mm512_set1_ps(2.0f))));
+  const Vec minus = smaller(spread(115.0f), scale_by(x, spread(-1.44269504f)));
+  return scale_by(x, inverse(add(spread(1.0f), exp2(minus))));
 }
 #endif
 
@@ -42,18 +40,16 @@ struct Job {
   void finish(int pair, int row, const float* first, const float* second) const {
     const int64_t begin = int64_t(pair) * 2 * kLanes;
     if (begin + 2 * kLanes > linear.outputs || linear.bias != nullptr) return finish_slowly(pair, row, first, second);
-#if defined(CS_AVX512)
-    const __m512 a = _mm512_loadu_ps(first), b = _mm512_loadu_ps(second);
-    if (epilogue == Epilogue::kSiluMul)
-      return _mm512_storeu_ps(out + row * stride + begin / 2, _mm512_mul_ps(silu(a), b));
-    float* target = out + row * stride + begin;
-    if (epilogue == Epilogue::kAdd) {
-      _mm512_storeu_ps(target, _mm512_add_ps(_mm512_loadu_ps(target), a));
-      _mm512_storeu_ps(target + 16, _mm512_add_ps(_mm512_loadu_ps(target + 16), b));
-    } else {
-      _mm512_storeu_ps(target, a);
-      _mm512_storeu_ps(target + 16, b);
+#if defined(CS_VECTORS)
+    if (epilogue == Epilogue::kSiluMul) {
+      float* target = out + row * stride + begin / 2;
+      for (int i = 0; i < kLanes; i += kVec) store(target + i, scale_by(silu(load(first + i)), load(second + i)));
+      return;
     }
+    float* target = out + row * stride + begin;
+    for (const float* half : {first, second})
+      for (int i = 0; i < kLanes; i += kVec, target += kVec)
+        store(target, epilogue == Epilogue::kAdd ? add(load(target), load(half + i)) : load(half + i));
 #else
     finish_slowly(pair, row, first, second);
 #endif
