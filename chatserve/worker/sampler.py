@@ -1,7 +1,8 @@
 """Chooses one token per row of logits.
 
 Knows logits and `SamplingRow`s; knows no sequences, caches or text. Every row is treated on its own: neither its
-neighbours nor their options change its choice. A batch in which all rows are greedy costs one argmax.
+neighbours nor their options change its choice. Greedy rows take the best token that
+the step already found.
 `chatserve.worker.model_runner` is the caller.
 """
 

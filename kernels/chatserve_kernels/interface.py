@@ -67,7 +67,8 @@ class StepLogits(NamedTuple):
     Attributes:
         room: float32 [s or more, vocabulary]: see `logits`.
         best: int64 [s], the largest of each row of logits, the first of equals.
-        failed: sequences of which anything that was computed was not finite. Their slots were zeroed.
+        failed: sequences of which anything that was computed was not finite. Their slots were zeroed, unless only
+            their logits were not.
     """
 
     room: Tensor

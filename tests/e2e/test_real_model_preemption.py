@@ -145,7 +145,6 @@ def test_victims_say_what_they_would_have_said(folder: Path, swap_space_gib: flo
     print(f"{SAMPLES} answers, {SAMPLES - len(ties)} the same; near ties: {ties}; {stats.preemptions=}")
     if deterministic:
         assert not ties
-    assert len(ties) <= SAMPLES // 2
     assert statistics.median([0.0, *ties]) < TIE
     assert max(ties, default=0.0) < NO_TIE
     assert len(ties) <= SAMPLES // 2

@@ -73,7 +73,7 @@ def test_logits_are_bit_equal_in_any_batch_and_chunking(
     tmp_path: Path, isa: str, variant: str, quantization: Quantization
 ) -> None:
     """Alone and in one piece, or in whatever batches and chunks: every logit has the same bits. Without the mode and
-    without a window, which forbids sharing, they differ: there is something to see."""
+    without a window, which forbids sharing, they differ, by rounding: there is something to see."""
     write_model(tmp_path, variant, **SIZES)
     rng = random.Random(7)
     beginning = [rng.randrange(3, 100) for _ in range(SHARED_BLOCKS * BLOCK_SIZE)]
@@ -88,11 +88,16 @@ def test_logits_are_bit_equal_in_any_batch_and_chunking(
         for seed in range(3):
             together = logits_of(model, prompts, random.Random(seed))
             differences[-1] += sum(not torch.equal(a, b) for a, b in zip(alone, together, strict=True))
+            assert max(error(a, b) for a, b in zip(alone, together, strict=True)) < 0.02
     assert differences[0] == 0
     assert differences[1] > 0 or variant == "mistral-window"
 
 
 SIZES = {"hidden_size": 96, "intermediate_size": 96, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 32}
+
+
+def error(ours: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((ours - expected).norm() / expected.norm())
 
 
 class WholePrompts(random.Random):

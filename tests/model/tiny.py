@@ -113,7 +113,7 @@ def all_logits(
         token_ids=int32(token for prompt in prompts for token in prompt),
         sources=None,
     )
-    return list(model.run(batch, cache).logits.split(lengths))
+    return list(model.run(batch, cache).logits.clone().split(lengths))
 
 
 def int32(values: Iterable[int]) -> bytes:

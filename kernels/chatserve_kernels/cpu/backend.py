@@ -30,6 +30,8 @@ def address(tensor: Tensor | None) -> int | None:
 def paged_struct(kv_cache: Tensor) -> PagedStruct:
     """The part that says where a cache lies, which must outlive it; no sequences."""
     check_kv_cache(kv_cache)
+    if kv_cache.dtype != torch.bfloat16:
+        raise ValueError(f"the compiled kernels' cache is bfloat16, not {kv_cache.dtype}")
     _, num_layers, _, kv_heads, block_size, head_dim = kv_cache.shape
     if block_size % 2 or head_dim % 2:
         raise ValueError(f"block_size ({block_size}) and head_dim ({head_dim}) must be even: the cache is in pairs.")

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from chatserve_kernels.cpu.backend import address, paged_struct
-from chatserve_kernels.cpu.library import LayerStruct, Library, NetworkStruct, StepStruct
+from chatserve_kernels.cpu.library import LayerStruct, Library, NetworkStruct, StepMemoryStruct
 from chatserve_kernels.cpu.weights import Arena, Matrix, PackedLinear
 from chatserve_kernels.interface import StepBatch, StepLogits
 
@@ -80,12 +80,15 @@ class NativeDecoder:
         sin: Tensor,
     ) -> None:
         self._library = library
-        self._step = StepStruct()
+        self._memory = StepMemoryStruct()
         self._shares = False
         self._kv_cache: Tensor | None = None
         self._tables: npt.NDArray[np.int64] | None = None
-        self._logits = torch.empty(0, head.outputs)
-        self._make_room(0, 0)
+        self._logits, self._best, self._finite = (
+            torch.empty(0, head.outputs),
+            np.empty(0, np.int64),
+            np.empty(0, np.bool_),
+        )
         self._keep: list[object] = [cos, sin, embedding, final_norm]
         matrices = [m for layer in layers for m in (layer.qkv, layer.output, layer.gate_up, layer.down)]
         arena = Arena(sum(Arena.size_of(library, m.kind, m.outputs, m.inputs) for m in (*matrices, head)))
@@ -122,21 +125,21 @@ class NativeDecoder:
             final_norm=address(final_norm),
             head=pack(head).struct,
         )
-        self._addresses = ctypes.addressof(self._network), ctypes.addressof(self._step)
+        self._addresses = ctypes.addressof(self._network), ctypes.addressof(self._memory)
 
     def run(self, batch: StepBatch, kv_cache: Tensor) -> StepLogits:
         """One step over a bfloat16 cache, in one call of the kernels."""
         num_samples = len(batch.token_ids if batch.sources is None else batch.sources) // 4
         if kv_cache is not self._kv_cache or batch.block_tables is not self._tables:
-            self._step.paged = paged_struct(kv_cache)
-            self._step.paged.block_tables = batch.block_tables.ctypes.data
-            self._step.paged.table_stride = batch.block_tables.shape[1]
+            self._memory.paged = paged_struct(kv_cache)
+            self._memory.paged.block_tables = batch.block_tables.ctypes.data
+            self._memory.paged.table_stride = batch.block_tables.shape[1]
             self._kv_cache, self._tables = kv_cache, batch.block_tables
         num_sequences = len(batch.rows) // 4
         if num_samples > len(self._best) or num_sequences > len(self._finite):
-            self._make_room(max(num_samples, len(self._best)), max(num_sequences, len(self._finite)))
+            self._make_room(num_samples, num_sequences)
         if batch.shared_runs is not None or self._shares:
-            self._step.paged.share(batch.shared_runs)
+            self._memory.paged.share(batch.shared_runs)
             self._shares = batch.shared_runs is not None
         failed = self._library.run(*self._addresses, batch, num_samples)
         return StepLogits(
@@ -146,13 +149,19 @@ class NativeDecoder:
         )
 
     def _make_room(self, num_samples: int, num_sequences: int) -> None:
-        """Memory for results, kept from step to step: the system's new pages cost more than the product that fills
-        them, and here, where caches are full of weights, every line of Python costs microseconds."""
-        self._logits = torch.empty(num_samples, self._logits.shape[1])
-        self._best = np.empty(num_samples, dtype=np.int64)
-        self._finite = np.empty(num_sequences, dtype=np.bool_)
-        self._step.logits, self._step.best = self._logits.data_ptr(), self._best.ctypes.data
-        self._step.finite = self._finite.ctypes.data
+        """Memory for results, kept from step to step and doubled when it grows: the system's new pages cost more than
+        the product that fills them, and here, where caches are full of weights, every line of Python costs
+        microseconds."""
+        samples, sequences = len(self._best), len(self._finite)
+        if num_samples > samples:
+            samples = max(num_samples, 2 * samples)
+        if num_sequences > sequences:
+            sequences = max(num_sequences, 2 * sequences)
+        self._logits = torch.empty(samples, self._logits.shape[1])
+        self._best = np.empty(samples, dtype=np.int64)
+        self._finite = np.empty(sequences, dtype=np.bool_)
+        self._memory.logits, self._memory.best = self._logits.data_ptr(), self._best.ctypes.data
+        self._memory.finite = self._finite.ctypes.data
 
 
 def interleave_gate_up(gate: Tensor, up: Tensor) -> Tensor:

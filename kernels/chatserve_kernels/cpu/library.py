@@ -16,7 +16,7 @@ from typing import ClassVar
 from chatserve_kernels.cpu.build import BuildError
 from chatserve_kernels.interface import Draws, SharedRuns, StepBatch
 
-ABI_VERSION = 6
+ABI_VERSION = 7
 
 
 class LinearStruct(Structure):
@@ -96,16 +96,10 @@ class NetworkStruct(Structure):
     ]
 
 
-class StepStruct(Structure):
-    """One step's tokens: see ``src/decoder.h``. What changes with every step is an argument of ``cs_run`` instead."""
+class StepMemoryStruct(Structure):
+    """Where a step's cache is and its results go: see ``src/decoder.h``."""
 
     _fields_: ClassVar = [
-        ("num_tokens", c_int64),
-        ("num_samples", c_int64),
-        ("num_computed", c_void_p),
-        ("num_new", c_void_p),
-        ("token_ids", c_void_p),
-        ("sources", c_void_p),
         ("paged", PagedStruct),
         ("finite", c_void_p),
         ("logits", c_void_p),
@@ -137,8 +131,6 @@ class Library:
 
     def __init__(self, path: Path, isa: str, threads: int, deterministic: bool = False) -> None:
         self.isa = isa
-        self.threads = threads
-        self.deterministic = deterministic
         try:
             self._functions = ctypes.CDLL(str(path))
             version = self._functions.cs_abi_version()
@@ -162,7 +154,6 @@ class Library:
         functions.cs_create.argtypes = [c_int, c_int]
         functions.cs_create.restype = c_void_p
         functions.cs_destroy.argtypes = [c_void_p]
-        functions.cs_has_tiles.argtypes = [c_void_p]
         functions.cs_packed_bytes.argtypes = [c_int64, c_int64, c_int64]
         functions.cs_packed_bytes.restype = c_int64
         self._context = functions.cs_create(threads, int(deterministic))
@@ -170,11 +161,6 @@ class Library:
             raise BuildError("the kernels' compute threads could not be started")
         self._lock = threading.Lock()
         weakref.finalize(self, functions.cs_destroy, self._context)
-
-    @property
-    def has_tiles(self) -> bool:
-        """Whether many rows are multiplied in AMX tiles."""
-        return bool(self._functions.cs_has_tiles(self._context))
 
     @property
     def tile_threshold(self) -> int:
@@ -198,11 +184,11 @@ class Library:
         """Size of a matrix in the kernels' layout."""
         return int(self._functions.cs_packed_bytes(kind, outputs, inputs))
 
-    def run(self, network: int, step: int, batch: StepBatch, num_samples: int) -> int:
+    def run(self, network: int, memory: int, batch: StepBatch, num_samples: int) -> int:
         """Run one step; the number of sequences that were not finite.
 
         Args:
-            network, step: addresses of a `NetworkStruct` and a `StepStruct`.
+            network, memory: addresses of a `NetworkStruct` and a `StepMemoryStruct`.
 
         Raises:
             MemoryError: scratch memory could not be had.
@@ -210,7 +196,7 @@ class Library:
         rows, tokens = batch.rows, batch.token_ids
         with self._lock:
             failed: int = self._functions.cs_run(
-                *(self._context, network, step, len(rows) // 4, rows, batch.num_computed, batch.num_new),
+                *(self._context, network, memory, len(rows) // 4, rows, batch.num_computed, batch.num_new),
                 *(len(tokens) // 4, tokens, num_samples, batch.sources),
             )
         if failed < 0:

@@ -12,7 +12,7 @@ using cs::Context;
 
 namespace {
 
-// 0: done, 1: out of memory. Nothing else in here throws.
+// 0: done, 1: out of memory on this thread. Nothing else in here throws.
 template <class F>
 int guarded(const F& body) {
   try {
@@ -27,7 +27,7 @@ int guarded(const F& body) {
 
 extern "C" {
 
-CS_EXPORT int cs_abi_version() { return 6; }
+CS_EXPORT int cs_abi_version() { return 7; }
 
 CS_EXPORT Context* cs_create(int threads, int fixed) {
 #if defined(CS_AMX)
@@ -43,8 +43,6 @@ CS_EXPORT Context* cs_create(int threads, int fixed) {
 }
 
 CS_EXPORT void cs_destroy(Context* context) { delete context; }
-
-CS_EXPORT int cs_has_tiles(const Context* context) { return context->amx ? 1 : 0; }
 
 CS_EXPORT int cs_tile_threshold() { return cs::tile_threshold(); }
 CS_EXPORT void cs_set_tile_threshold(int rows) { cs::set_tile_threshold(rows); }
@@ -83,18 +81,13 @@ CS_EXPORT int cs_attend(Context* context, const cs::Paged* paged, int64_t layer,
 
 // What changes with every step comes as arguments: filling in a structure from Python costs more. The number of
 // sequences that were not finite, or -1 without memory.
-CS_EXPORT int64_t cs_run(Context* context, const cs::Network* network, const cs::Step* fixed, int64_t num_sequences,
-                         const int32_t* rows, const int32_t* num_computed, const int32_t* num_new, int64_t num_tokens,
-                         const int32_t* token_ids, int64_t num_samples, const int32_t* sources) {
-  cs::Step step = *fixed;
+CS_EXPORT int64_t cs_run(Context* context, const cs::Network* network, const cs::StepMemory* memory,
+                         int64_t num_sequences, const int32_t* rows, const int32_t* num_computed,
+                         const int32_t* num_new, int64_t num_tokens, const int32_t* token_ids, int64_t num_samples,
+                         const int32_t* sources) {
+  cs::Step step{*memory, num_tokens, num_samples, num_computed, num_new, token_ids, sources};
   step.paged.num_sequences = num_sequences;
   step.paged.table_rows = rows;
-  step.num_computed = num_computed;
-  step.num_new = num_new;
-  step.num_tokens = num_tokens;
-  step.token_ids = token_ids;
-  step.num_samples = num_samples;
-  step.sources = sources;
   int64_t failed = 0;
   const int status = guarded([&] { failed = context->run(*network, step); });
   return status == 0 ? failed : -1;

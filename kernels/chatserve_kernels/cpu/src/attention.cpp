@@ -8,7 +8,7 @@ namespace {
 
 constexpr int64_t kMaxTaskRows = 96;   // query rows of one task: they share the work of laying out keys and values
 constexpr int64_t kMinSplit = 128;     // tokens of past that are worth a task of their own
-constexpr int64_t kStep = 64;          // tokens that are attended to at a time; parts begin at multiples
+constexpr int64_t kStep = 64;          // tokens that are attended to at a time; what is split is split at multiples from its beginning
 constexpr int64_t kTasksPerThread = 6;
 constexpr int64_t kLayoutRows = 4;     // laying out keys and values costs about as much as this many rows
 constexpr int64_t kHeadRows = 24;      // rows up to which a task takes several heads: a block holds them side by side

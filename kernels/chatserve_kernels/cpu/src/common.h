@@ -90,6 +90,7 @@ class Buffer {
   T* reserve(size_t count) {
     if (count > capacity_) {
       std::free(data_);
+      capacity_ = 0;  // whatever comes of the next line
       const size_t bytes = (count * sizeof(T) + 4095) / 4096 * 4096;
       data_ = static_cast<T*>(std::aligned_alloc(4096, bytes));
       if (data_ == nullptr) throw std::bad_alloc();
@@ -105,7 +106,7 @@ class Buffer {
 };
 
 #if defined(CS_AVX512)
-// 2^x by a polynomial of the fraction, coefficients from the highest power on; a NaN stays a NaN.
+// 2^x by a polynomial of the fraction, coefficients from the highest power on; below -126 as at -126, a NaN stays one.
 template <class... Rest>
 inline __m512 exp2_by(__m512 x, float first, Rest... rest) {
   x = _mm512_max_ps(_mm512_set1_ps(-126.0f), x);  // max returns its second operand for a NaN

@@ -7,6 +7,7 @@ namespace cs {
 namespace {
 
 constexpr int64_t kRowsAtOnce = 512;  // rows whose activations stay in the L2 cache between two projections
+
 void normalise(float* x, int64_t dim, const float* weight, float eps) {
   float sum = 0.0f;
 #pragma omp simd reduction(+ : sum)
@@ -27,22 +28,25 @@ void rotate(float* x, int64_t dim, const float* cos, const float* sin) {
 
 void write_token(const Paged& paged, int64_t layer, int64_t slot, const float* key_value) {
   const int64_t block = slot / paged.block_size, offset = slot % paged.block_size, dim = paged.head_dim;
-  static thread_local Buffer<uint16_t> memory;
-  uint16_t* numbers = memory.reserve(size_t(dim));  // rounded side by side, which compilers turn into vectors
-  const auto round = [&] {
-    for (int64_t d = 0; d < dim; ++d) numbers[d] = float_to_bf16(key_value[d]);
+  constexpr int64_t kAtOnce = 64;  // numbers rounded side by side, which compilers turn into vectors
+  uint16_t numbers[kAtOnce];
+  const auto for_each_run = [&](const auto& store) {
+    for (int64_t head = 0; head < paged.kv_heads; ++head, key_value += dim)
+      for (int64_t from = 0; from < dim; from += kAtOnce) {
+        const int64_t count = std::min(kAtOnce, dim - from);
+        for (int64_t i = 0; i < count; ++i) numbers[i] = float_to_bf16(key_value[from + i]);
+        store(head, from, count);
+      }
   };
-  for (int64_t head = 0; head < paged.kv_heads; ++head, key_value += dim) {
-    round();
-    uint16_t* pair = paged.tile(block, layer, 0, head) + offset * 2;
-    for (int64_t d = 0; d < dim; d += 2, pair += paged.block_size * 2) std::memcpy(pair, numbers + d, 4);
-  }
-  for (int64_t head = 0; head < paged.kv_heads; ++head, key_value += dim) {
-    round();
+  for_each_run([&](int64_t head, int64_t from, int64_t count) {
+    uint16_t* pair = paged.tile(block, layer, 0, head) + paged.key_index(offset, from);
+    for (int64_t i = 0; i < count; i += 2, pair += paged.block_size * 2) std::memcpy(pair, numbers + i, 4);
+  });
+  for_each_run([&](int64_t head, int64_t from, int64_t count) {
     // One by one: the other halves of these words may be another thread's tokens.
-    uint16_t* values = paged.tile(block, layer, 1, head) + paged.value_index(offset, 0);
-    for (int64_t d = 0; d < dim; ++d) values[2 * d] = numbers[d];
-  }
+    uint16_t* values = paged.tile(block, layer, 1, head) + paged.value_index(offset, from);
+    for (int64_t i = 0; i < count; ++i) values[2 * i] = numbers[i];
+  });
 }
 
 }  // namespace

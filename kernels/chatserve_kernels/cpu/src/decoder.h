@@ -33,17 +33,21 @@ struct Network {
   Linear head;
 };
 
-// One step's ragged batch as the scheduler says it, and where its results go.
-struct Step {
+// What stays from step to step: where the cache is, and where results go.
+struct StepMemory {
+  Paged paged;      // but for the sequences and what follows from them
+  uint8_t* finite;  // [sequences] out
+  float* logits;    // [num_samples][vocabulary] out; zeros where they are not finite
+  int64_t* best;    // [num_samples] out, the largest logit
+};
+
+// One step's ragged batch as the scheduler says it.
+struct Step : StepMemory {
   int64_t num_tokens, num_samples;
   const int32_t* num_computed;  // [sequences]
   const int32_t* num_new;       // [sequences]
   const int32_t* token_ids;     // [num_tokens]
   const int32_t* sources;       // [num_samples], sequences whose last token's logits are wanted; null: all tokens'
-  Paged paged;                  // but for query_start and seq_lens, which follow
-  uint8_t* finite;              // [sequences] out
-  float* logits;                // [num_samples][vocabulary] out; zeros where they are not finite
-  int64_t* best;                // [num_samples] out, the largest logit
 };
 
 // A step's tokens one by one.
