@@ -23,10 +23,17 @@ constexpr int columns_of(int rows) { return kVec == 16 ? 4 : rows == 1 ? 8 : row
 // Words that are multiplied with a row's: two numbers each, as they lie in the cache, or what multiply() takes.
 enum class Words { kCached, kLaidOut };
 
-// sum[R][C] += a[R][words] · b[words][C vectors], the columns of b at `column`, its rows `stride` apart.
+// C columns of a matrix of words whose rows are `stride` apart, and what will be read in their place next.
+template <int C>
+struct Columns {
+  const float* at[C];
+  const float* ahead[C];
+  int64_t stride;
+};
+
+// sum[R][C] += a[R][words] · b[words][C vectors].
 template <int R, int C, Words kind>
-void add_products(Vec (&sum)[R][C], const float* a, int64_t a_stride, int64_t words, const float* const (&column)[C],
-                  int64_t stride) {
+void add_products(Vec (&sum)[R][C], const float* a, int64_t a_stride, int64_t words, const Columns<C>& b) {
   const auto add_row = [&](int64_t at, const auto& part_of) {
     // The fewer of both stay in registers meanwhile.
     if constexpr (R < C) {
@@ -52,7 +59,12 @@ void add_products(Vec (&sum)[R][C], const float* a, int64_t a_stride, int64_t wo
     }
   };
   for (int64_t w = 0; w < words; ++w) {
-    const auto word = [&](int c) { return load(column[c] + w * stride); };
+    // Into the L2 cache: with two runs of a block's head at a time, Zen's own prefetchers come too late (measured).
+    if constexpr (kind == Words::kCached)
+#pragma GCC unroll 8
+      for (int c = 0; c < C; c += kPiece / kVec)
+        _mm_prefetch(reinterpret_cast<const char*>(b.ahead[c] + w * b.stride), _MM_HINT_T1);
+    const auto word = [&](int c) { return load(b.at[c] + w * b.stride); };
     if constexpr (kPack == 2 || kind == Words::kLaidOut) {
       add_row(w, word);
     } else {
@@ -66,36 +78,34 @@ void add_products(Vec (&sum)[R][C], const float* a, int64_t a_stride, int64_t wo
 // values [kPiece words][dim].
 template <Words kind>
 struct Past {
-  const float* keys[kStep / kPiece];
-  const float* values[kStep / kPiece];
+  struct Pieces {
+    const float* keys[kStep / kPiece];
+    const float* values[kStep / kPiece];
+  };
+  Pieces here, next;
   int64_t key_stride, dim;
 
   // Numbers in a word of kind, and words that hold so many.
   static constexpr int64_t kNumbers = kind == Words::kCached ? 2 : kPack;
   static int64_t words(int64_t numbers) { return (numbers + kNumbers - 1) / kNumbers; }
 
-  // Into the L2 cache, which Zen's own prefetchers do too late for runs of a block's head (measured: 4 % of a step).
-  void prefetch() const {
-    for (int i = 0; i < kStep / kPiece; ++i)
-      for (int64_t line = 0; line < kPiece * words(dim); line += 16) {
-        _mm_prefetch(reinterpret_cast<const char*>(keys[i] + line), _MM_HINT_T1);
-        _mm_prefetch(reinterpret_cast<const char*>(values[i] + line), _MM_HINT_T1);
-      }
-  }
-
   // scores[R][kStep] = query[R][dim] · keys.
   template <int R, int C>
   void score(const float* query, int64_t query_stride, float* scores) const {
     for (int64_t at = 0; at < kStep; at += C * kVec) {
-      const float* column[C];
+      Columns<C> columns{{}, {}, key_stride};
 #pragma GCC unroll 8
-      for (int c = 0; c < C; ++c) column[c] = keys[(at + c * kVec) / kPiece] + (at + c * kVec) % kPiece;
+      for (int c = 0; c < C; ++c) {
+        const int64_t piece = (at + c * kVec) / kPiece, offset = (at + c * kVec) % kPiece;
+        columns.at[c] = here.keys[piece] + offset;
+        columns.ahead[c] = next.keys[piece] + offset;
+      }
       Vec sum[R][C];
 #pragma GCC unroll 8
       for (int r = 0; r < R; ++r)
 #pragma GCC unroll 8
         for (int c = 0; c < C; ++c) sum[r][c] = zero();
-      add_products<R, C, kind>(sum, query, query_stride, words(dim), column, key_stride);
+      add_products<R, C, kind>(sum, query, query_stride, words(dim), columns);
 #pragma GCC unroll 8
       for (int r = 0; r < R; ++r)
 #pragma GCC unroll 8
@@ -114,11 +124,14 @@ struct Past {
 #pragma GCC unroll 8
         for (int c = 0; c < C; ++c) sum[r][c] = scale_by(load(out + r * dim + at + c * kVec), spread(shrink[r]));
       for (int64_t from = 0; from < count; from += kPiece) {
-        const float* column[C];
+        Columns<C> columns{{}, {}, dim};
 #pragma GCC unroll 8
-        for (int c = 0; c < C; ++c) column[c] = values[from / kPiece] + at + c * kVec;
+        for (int c = 0; c < C; ++c) {
+          columns.at[c] = here.values[from / kPiece] + at + c * kVec;
+          columns.ahead[c] = next.values[from / kPiece] + at + c * kVec;
+        }
         add_products<R, C, kind>(sum, weights + from / kPack, weights_stride,
-                                 words(std::min<int64_t>(kPiece, count - from)), column, dim);
+                                 words(std::min<int64_t>(kPiece, count - from)), columns);
       }
 #pragma GCC unroll 8
       for (int r = 0; r < R; ++r)
@@ -196,25 +209,29 @@ Past<Words::kLaidOut> lay_out(const Call& call, const Task& task, int64_t from, 
       }
     i += run;
   }
-  Past<Words::kLaidOut> past{{}, {}, kStep, dim};
+  Past<Words::kLaidOut>::Pieces pieces;
   for (int64_t piece = 0; piece < kStep / kPiece; ++piece) {
-    past.keys[piece] = scratch.keys + piece * kPiece;
-    past.values[piece] = scratch.values + piece * kPiece / kPack * dim;
+    pieces.keys[piece] = scratch.keys + piece * kPiece;
+    pieces.values[piece] = scratch.values + piece * kPiece / kPack * dim;
   }
-  return past;
+  return {pieces, pieces, kStep, dim};
 }
 
 // Keys and values where they are, in blocks that hold whole pieces.
-Past<Words::kCached> cached(const Call& call, const Task& task, int64_t from, int64_t count) {
+Past<Words::kCached> cached(const Call& call, const Task& task, int64_t from) {
   const int64_t dim = call.paged.head_dim, block_size = call.paged.block_size;
-  Past<Words::kCached> past{{}, {}, block_size, dim};
-  for (int64_t piece = 0; piece < kStep / kPiece; ++piece) {
-    // Beyond the last position no block need be; what any other gives there is hidden.
-    const int64_t position = from + std::min(piece * kPiece, (count - 1) / kPiece * kPiece), slot = position % block_size;
-    past.keys[piece] = reinterpret_cast<const float*>(call.tile(task, position, 0) + slot * 2);
-    past.values[piece] = reinterpret_cast<const float*>(call.tile(task, position, 1) + slot * dim);
-  }
-  return past;
+  const auto pieces = [&](int64_t begin) {
+    Past<Words::kCached>::Pieces found;
+    for (int64_t piece = 0; piece < kStep / kPiece; ++piece) {
+      // Beyond the last position no block need be; what any other gives there is hidden.
+      const int64_t position = std::min(begin + piece * kPiece, (task.end - 1) / kPiece * kPiece);
+      const int64_t slot = position % block_size;
+      found.keys[piece] = reinterpret_cast<const float*>(call.tile(task, position, 0) + slot * 2);
+      found.values[piece] = reinterpret_cast<const float*>(call.tile(task, position, 1) + slot * dim);
+    }
+    return found;
+  };
+  return {pieces(from), pieces(from + kStep), block_size, dim};
 }
 
 // R rows from `row` on attend to kStep positions, of which `count` are there.
@@ -310,13 +327,8 @@ void attend_vectors(const Call& call, const Task& task) {
             attend_some(some, call, head, past, row, from, count, scratch);
         }
       };
-      if (!in_place) {
-        attend_to(lay_out(call, head.task, from, count, scratch));
-        continue;
-      }
-      const int64_t next = from + kStep;
-      if (next < task.end) cached(call, head.task, next, std::min<int64_t>(kStep, task.end - next)).prefetch();
-      attend_to(cached(call, head.task, from, count));
+      if (in_place) attend_to(cached(call, head.task, from));
+      else attend_to(lay_out(call, head.task, from, count, scratch));
     }
   }
   for (int64_t h = 0; h < task.heads; ++h) {
