@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import sqlite3
 import threading
+import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from chatserve.errors import ConfigError
 from chatserve.tenancy.database import Database
+from tests.waiting import PATIENCE
 
 SCHEMA = ("CREATE TABLE numbers (n INTEGER PRIMARY KEY) STRICT;",)
 
@@ -23,25 +27,40 @@ def count(database: Database) -> int:
     return int(database.call(lambda connection: connection.execute("SELECT count(*) FROM numbers").fetchone()[0]))
 
 
-def test_what_gathers_is_committed_together(tmp_path: Path) -> None:
-    """While one transaction runs, a hundred callers queue; they share the next commit, and each is durable."""
-    database = Database(tmp_path / "d.sqlite", SCHEMA)
+@contextmanager
+def held(database: Database) -> Iterator[None]:
+    """Its thread is inside a transaction meanwhile, and what is asked for gathers."""
     running, go = threading.Event(), threading.Event()
 
     def hold(connection: sqlite3.Connection) -> None:
         running.set()
-        assert go.wait(20)
+        assert go.wait(PATIENCE)
 
+    with ThreadPoolExecutor(1) as pool:
+        holding = pool.submit(database.call, hold)
+        assert running.wait(PATIENCE)
+        try:
+            yield
+        finally:
+            go.set()
+        holding.result()
+
+
+def until_queued(database: Database, jobs: int) -> None:
+    deadline = time.monotonic() + PATIENCE
+    while database._jobs.qsize() < jobs:
+        assert time.monotonic() < deadline
+
+
+def test_what_gathers_is_committed_together(tmp_path: Path) -> None:
+    """While one transaction runs, a hundred callers queue; they share the next commit, and each is durable."""
+    database = Database(tmp_path / "d.sqlite", SCHEMA)
     commits: list[str] = []
-    with ThreadPoolExecutor(102) as pool:
-        held = pool.submit(database.call, hold)
-        assert running.wait(20)
-        database._connection.set_trace_callback(lambda sql: commits.append(sql) if sql == "COMMIT" else None)
-        waiting = [pool.submit(insert, database, n) for n in range(100)]
-        while database._jobs.qsize() < 100:
-            pass
-        go.set()
-        held.result()
+    with ThreadPoolExecutor(100) as pool:
+        with held(database):
+            database._connection.set_trace_callback(lambda sql: commits.append(sql) if sql == "COMMIT" else None)
+            waiting = [pool.submit(insert, database, n) for n in range(100)]
+            until_queued(database, 100)
         for future in waiting:
             future.result()
     assert len(commits) == 2  # the held one's and one for all the others
@@ -54,25 +73,17 @@ def test_what_gathers_is_committed_together(tmp_path: Path) -> None:
 def test_a_failure_is_its_callers_alone(tmp_path: Path) -> None:
     """In one batch, a job that fails after a write leaves nothing of its own and everything of the others."""
     database = Database(tmp_path / "d.sqlite", SCHEMA)
-    running, go = threading.Event(), threading.Event()
-
-    def hold(connection: sqlite3.Connection) -> None:
-        running.set()
-        assert go.wait(20)
 
     def write_and_fail(connection: sqlite3.Connection) -> None:
         connection.execute("INSERT INTO numbers VALUES (50)")
         raise ValueError("mine")
 
-    with ThreadPoolExecutor(4) as pool:
-        pool.submit(database.call, hold)
-        assert running.wait(20)
-        before = pool.submit(insert, database, 1)
-        failing = pool.submit(database.call, write_and_fail)
-        after = pool.submit(insert, database, 2)
-        while database._jobs.qsize() < 3:
-            pass
-        go.set()
+    with ThreadPoolExecutor(3) as pool:
+        with held(database):
+            before = pool.submit(insert, database, 1)
+            failing = pool.submit(database.call, write_and_fail)
+            after = pool.submit(insert, database, 2)
+            until_queued(database, 3)
         before.result()
         after.result()
         with pytest.raises(ValueError, match="mine"):
@@ -84,27 +95,17 @@ def test_a_failure_is_its_callers_alone(tmp_path: Path) -> None:
 def test_what_undoes_everything_is_told_as_it_was(tmp_path: Path) -> None:
     """SQLite itself rolls back a transaction that does not fit the disk: all in it learn why, and it goes on."""
     database = Database(tmp_path / "d.sqlite", SCHEMA)
-    running, go = threading.Event(), threading.Event()
-
-    def hold(connection: sqlite3.Connection) -> None:
-        running.set()
-        assert go.wait(20)
 
     def overflow(connection: sqlite3.Connection) -> None:
         connection.execute("ROLLBACK")
         raise sqlite3.OperationalError("database or disk is full")
 
-    with ThreadPoolExecutor(4) as pool:
-        held = pool.submit(database.call, hold)
-        assert running.wait(20)
-        before = pool.submit(insert, database, 1)
-        while database._jobs.qsize() < 1:
-            pass
-        overflowing = pool.submit(database.call, overflow)
-        while database._jobs.qsize() < 2:
-            pass
-        go.set()
-        held.result()
+    with ThreadPoolExecutor(2) as pool:
+        with held(database):
+            before = pool.submit(insert, database, 1)
+            until_queued(database, 1)
+            overflowing = pool.submit(database.call, overflow)
+            until_queued(database, 2)
         for future in (before, overflowing):
             with pytest.raises(sqlite3.OperationalError, match="disk is full"):
                 future.result()
