@@ -10,12 +10,13 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from chatserve.config import ServerConfig
 from chatserve.errors import ChatserveError
 from chatserve.server.body import scan_structure
-from chatserve.server.parse import parse_request
+from chatserve.server.parse import parse_messages, parse_request
 from chatserve.server.unsupported import NO_OPS
 from chatserve.server.wire import ChatCompletionRequest, CompletionRequest
 from chatserve.text.tokenizer import Tokenizer
@@ -409,13 +410,15 @@ def test_nesting_is_counted_as_json_counts_it(value: Any) -> None:
             list(scan_structure(text, actual - 1))
 
 
+@example(fields={"messages": []})
 @settings(max_examples=400, deadline=None)
 @given(st.dictionaries(st.sampled_from(FIELDS), JSON_VALUES, max_size=5))
 def test_any_json_in_any_field_is_understood_or_refused(fields: dict[str, Any]) -> None:
     """Decoding any value in any known field ends in a request or in a typed error, nothing else."""
     content = msgspec.json.encode({"messages": HI, **fields})
     with contextlib.suppress(ChatserveError):
-        assert parse_request(content, ChatCompletionRequest, "tiny")[0].messages
+        request, _ = parse_request(content, ChatCompletionRequest, "tiny")
+        assert parse_messages(request.messages, ServerConfig())
 
 
 @pytest.mark.asyncio
