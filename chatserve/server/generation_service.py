@@ -214,8 +214,10 @@ class GenerationService:
 
     def refuse_unknown_tokens(self, token_ids: bytes, param: str) -> None:
         """Raise `InvalidRequestError` where a token (int32) has no embedding: tokenizers may know more than models."""
-        largest = max(memoryview(token_ids).cast("i"), default=0)
         limit = self.engine_info().vocab_size
+        if self.tokenizer.vocab_size <= limit:
+            return  # as with nearly every model: no prompt needs to be looked through
+        largest = max(memoryview(token_ids).cast("i"), default=0)
         if largest >= limit:
             raise InvalidRequestError(
                 f"The text holds {self.tokenizer.token_text(largest)!r}, token {largest}, which this model's tokenizer "

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from chatserve_kernels.interface import StepBatch, kv_cache_shape
+from chatserve_kernels.interface import StepBatch, StepLogits, kv_cache_shape
 from chatserve_kernels.torch_backend import TorchBackend
 from torch import Tensor
 
@@ -91,7 +91,19 @@ def all_logits(
     prompts: list[list[int]],
     dtype: torch.dtype = torch.float32,
 ) -> list[Tensor]:
-    """Logits at every position of every prompt, from one ragged step over an empty cache of 4-token blocks."""
+    """Logits at every position of every prompt: `run_prompts`."""
+    result, _ = run_prompts(model, prompts, dtype)
+    return list(result.logits.clone().split([len(prompt) for prompt in prompts]))
+
+
+def error(logits: list[Tensor], expected: list[Tensor]) -> float:
+    """Relative to the expected logits' norm."""
+    return float((torch.cat(logits) - torch.cat(expected)).norm() / torch.cat(expected).norm())
+
+
+@torch.inference_mode()
+def run_prompts(model: Transformer, prompts: list[list[int]], dtype: torch.dtype) -> tuple[StepLogits, Tensor]:
+    """One ragged step over an empty cache of 4-token blocks that gives logits everywhere; and that cache."""
     block_size = 4
     architecture = model.architecture
     lengths = [len(prompt) for prompt in prompts]
@@ -113,7 +125,7 @@ def all_logits(
         token_ids=int32(token for prompt in prompts for token in prompt),
         sources=None,
     )
-    return list(model.run(batch, cache).logits.clone().split(lengths))
+    return model.run(batch, cache), cache
 
 
 def int32(values: Iterable[int]) -> bytes:

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from chatserve.tenancy.tenant import TenantLimits
 from tests.server.house import ADMIN, House
 
 pytestmark = pytest.mark.asyncio
+
+
+async def test_a_prefix_with_a_token_the_model_does_not_have(house: House) -> None:
+    """It is refused by name before the engine hears of it."""
+    engine = house.live.engine
+    engine.info = msgspec.structs.replace(engine.info, vocab_size=ord("z"))
+    reply = await house.admin("POST", "/admin/prefixes", {"text": "lazy"})
+    assert (reply.status, reply.error["param"]) == (400, "text")
 
 
 async def test_administration_from_nothing_to_an_answer(house: House) -> None:

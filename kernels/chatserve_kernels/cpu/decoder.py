@@ -152,16 +152,14 @@ class NativeDecoder:
         """Memory for results, kept from step to step and doubled when it grows: the system's new pages cost more than
         the product that fills them, and here, where caches are full of weights, every line of Python costs
         microseconds."""
-        samples, sequences = len(self._best), len(self._finite)
-        if num_samples > samples:
-            samples = max(num_samples, 2 * samples)
-        if num_sequences > sequences:
-            sequences = max(num_sequences, 2 * sequences)
-        self._logits = torch.empty(samples, self._logits.shape[1])
-        self._best = np.empty(samples, dtype=np.int64)
-        self._finite = np.empty(sequences, dtype=np.bool_)
-        self._memory.logits, self._memory.best = self._logits.data_ptr(), self._best.ctypes.data
-        self._memory.finite = self._finite.ctypes.data
+        if num_samples > len(self._best):
+            samples = max(num_samples, 2 * len(self._best))
+            self._logits = torch.empty(samples, self._logits.shape[1])
+            self._best = np.empty(samples, dtype=np.int64)
+            self._memory.logits, self._memory.best = self._logits.data_ptr(), self._best.ctypes.data
+        if num_sequences > len(self._finite):
+            self._finite = np.empty(max(num_sequences, 2 * len(self._finite)), dtype=np.bool_)
+            self._memory.finite = self._finite.ctypes.data
 
 
 def interleave_gate_up(gate: Tensor, up: Tensor) -> Tensor:

@@ -313,7 +313,7 @@ void attend_vectors(const Call& call, const Task& task) {
   std::fill(scratch.out, scratch.out + task.heads * rows * dim, 0.0f);
   std::fill(scratch.maxima, scratch.maxima + task.heads * rows, kHidden);
   std::fill(scratch.sums, scratch.sums + task.heads * rows * kVec, 0.0f);
-  // Tasks begin with a block or at a multiple of kStep, so a piece that divides blocks lies within one.
+  // Tasks begin a multiple of kStep after a block's beginning, so a piece that divides blocks lies within one.
   const bool in_place = call.paged.block_size % kPiece == 0 && (kPack == 2 || rows <= kRows);
   for (int64_t from = task.begin; from < task.end; from += kStep) {
     const int64_t count = std::min<int64_t>(kStep, task.end - from);

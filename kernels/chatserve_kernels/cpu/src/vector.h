@@ -1,4 +1,5 @@
-// The vector operations that attention and bfloat16 products are written in, once for each instruction set.
+// The vector operations that attention, bfloat16 products and what follows a product are written in, once for each
+// instruction set.
 //
 // Operands of multiply() are 32-bit words: two bfloat16 numbers where the CPU multiplies those in pairs, else one
 // float32. `kPack` numbers make a word. Nothing here knows what is multiplied.
