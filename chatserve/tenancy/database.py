@@ -10,6 +10,7 @@ from __future__ import annotations
 import queue
 import sqlite3
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -142,8 +143,21 @@ class Database:
         self._connection.execute("RELEASE job")
 
 
+def _write_ahead(connection: sqlite3.Connection) -> None:
+    """Switch to a write-ahead log. Of two who do that to a new file at once SQLite refuses one without any waiting."""
+    deadline = time.monotonic() + BUSY_SECONDS
+    while True:
+        try:
+            connection.execute("PRAGMA journal_mode = WAL")
+            return
+        except sqlite3.OperationalError as error:
+            if error.sqlite_errorcode != sqlite3.SQLITE_BUSY or time.monotonic() > deadline:
+                raise
+            time.sleep(0.01)
+
+
 def _prepare(connection: sqlite3.Connection, migrations: Sequence[str], path: Path | None) -> None:
-    connection.execute("PRAGMA journal_mode = WAL")
+    _write_ahead(connection)
     connection.execute("PRAGMA synchronous = NORMAL")
     connection.execute("PRAGMA foreign_keys = ON")
     connection.execute("BEGIN IMMEDIATE")  # two processes may start at once: the second finds it done
