@@ -263,7 +263,6 @@ class ChatHub:
             failure = internal_error()
         finally:
             queue_task.cancel()
-            generation.cancel()
             failure = failure or GenerationFailedError("The answer ended without a reason; try again.")
             for live in turn.open_answers:
                 await self._close(turn, live, failure=failure)
@@ -301,41 +300,63 @@ class ChatHub:
         reason: str = "",
         failure: ChatserveError | None = None,
     ) -> None:
-        """End one answer: engine, store, wire, in this order. The second call for the same answer does nothing."""
+        """End one answer, whatever fails: engine, store, wire, in this order. The second call for it does nothing."""
         if live.gen in turn.closing:
             return
         turn.closing.add(live.gen)
-        if not turn.open_answers:
-            turn.generation.cancel()
-        index = turn.answers.index(live)
-        sampled = array("i", turn.generation.choice_token_ids(index))
-        text = live.text()
+        text, token_ids = live.text(), None
+        try:
+            if not turn.open_answers:
+                turn.generation.cancel()
+            end, token_ids = self._end_of(turn, live, text, done, reason, failure)
+        except Exception:
+            self._log.exception("answer_failed", generations=[live.gen])
+            end = _failed(live, internal_error())
         try:
             await self._store.finish(
                 live.tenant,
                 live.conv,
                 live.msg,
                 content=text,
-                token_ids=exact_token_ids(
-                    self._context.service.tokenizer, text, sampled if done is not None else live.token_ids
-                ),
-                state="failed" if failure is not None else "complete" if done is not None else "cancelled",
+                token_ids=token_ids,
+                state="failed" if isinstance(end, wire.Failed) else "complete" if done is not None else "cancelled",
             )
         except NotFoundError:
             pass  # the conversation was forgotten while it ran; the client still gets its end
         except Exception:
             self._log.exception("answer_not_stored", generation=live.gen)
-            failure = failure or internal_error()
+            if isinstance(end, wire.Done):
+                end = _failed(live, internal_error())
+        finally:
+            live.finish(end)
+            self._turns.pop(live.gen, None)
+            self._recent.add_ended(live.tenant, live.gen)
+
+    def _end_of(
+        self,
+        turn: Turn,
+        live: LiveGeneration,
+        text: str,
+        done: ChoiceDone | None,
+        reason: str,
+        failure: ChatserveError | None,
+    ) -> tuple[wire.Done | wire.Failed, bytes | None]:
+        """What the client is told, and the ids that are stored with the text; see `_close`."""
+        index = turn.answers.index(live)
+        sampled = array("i", turn.generation.choice_token_ids(index))
+        known = sampled if done is not None else live.token_ids
+        token_ids = exact_token_ids(self._context.service.tokenizer, text, known)
         if failure is not None:
-            live.finish(wire.Failed(live.gen, live.end, wire.error_body(failure)))
-        else:
-            num_tokens = len(sampled) + (done is not None and done.stop_token is not None)
-            usage = _usage(turn.generation.usage, num_tokens)
-            final_reason = reason if done is None else done.finish_reason
-            timings = turn.stopwatches[index].timings()
-            live.finish(wire.Done(live.gen, live.end, final_reason, usage, timings, live.text_sha256()))
-        self._turns.pop(live.gen, None)
-        self._recent.add_ended(live.tenant, live.gen)
+            return _failed(live, failure), token_ids
+        num_tokens = len(sampled) + (done is not None and done.stop_token is not None)
+        usage = _usage(turn.generation.usage, num_tokens)
+        timings = turn.stopwatches[index].timings()
+        final_reason = reason if done is None else done.finish_reason
+        return wire.Done(live.gen, live.end, final_reason, usage, timings, live.text_sha256()), token_ids
+
+
+def _failed(live: LiveGeneration, error: ChatserveError) -> wire.Failed:
+    return wire.Failed(live.gen, live.end, wire.error_body(error))
 
 
 def _for_second_sender(error: BaseException) -> ChatserveError:

@@ -10,9 +10,11 @@ import pytest
 from structlog.testing import capture_logs
 
 from chatserve.config import ServerConfig
-from chatserve.server import ws_transport
+from chatserve.server import ws_hub, ws_transport
+from chatserve.server.generation import Generation
 from chatserve.server.ws_hub import ChatHub
 from chatserve.server.ws_recent import Recent
+from chatserve.server.ws_timing import Stopwatch
 from chatserve.sessions.memory_store import MemoryStore
 from tests.fakes import IM_END, FakeEngineClient, Script, Submission, ids, say
 from tests.server.live import LiveServer, live_server
@@ -120,6 +122,43 @@ async def test_a_fault_inside_is_logged_and_ends_the_answer(live: LiveServer, mo
         assert entry["generations"] == [end["gen"]]
         assert entry["exc_info"]
         assert (await client.ask("again"))[1] == "Hello!"
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [(Generation, "choice_token_ids"), (ws_hub, "exact_token_ids"), (Stopwatch, "timings")],
+)
+@pytest.mark.parametrize("cancelled", [False, True])
+async def test_a_fault_while_an_answer_ends_still_ends_it(
+    live: LiveServer, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, cancelled: bool
+) -> None:
+    """Each answer of the turn, by itself or by its client's wish: once, in the log too, and not running any more."""
+
+    def explode(*_: object) -> None:
+        raise KeyError("secret prompt text")
+
+    live.engine.script = say("Hello!", hang=cancelled)
+    async with ws_client(live) as client:
+        with monkeypatch.context() as patch, capture_logs() as logs:
+            patch.setattr(owner, name, explode)
+            ack = await client.call("chat.send", content="hi", params={"n": 2})
+            gens = [answer["gen"] for answer in ack["gens"]]
+            for gen in gens:
+                while client.texts.get(gen) != "Hello!":
+                    await client.receive()
+                if cancelled:
+                    assert (await client.call("gen.cancel", gen=gen))["type"] == "ack"
+            ends = [await client.end_of(gen) for gen in gens]
+        assert [(end["type"], end["error"]["code"]) for end in ends] == [("gen.failed", "internal_error")] * 2
+        assert "secret" not in str(ends)
+        faults = [entry for entry in logs if entry["event"] == "answer_failed"]
+        assert sorted(entry["generations"] for entry in faults) == sorted([gen] for gen in gens)
+        assert all(entry["exc_info"] for entry in faults)
+        live.engine.script = say("Hello!")
+        for answer in ack["gens"]:
+            assert (await client.ask("again", conv=ack["conv"], parent=answer["msg"]))[1] == "Hello!"
+    async with ws_client(live, hello=False) as other:
+        assert (await other.hello())["active"] == []
 
 
 async def test_a_fault_inside_is_no_conflict_of_a_second_sender(
