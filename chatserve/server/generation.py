@@ -17,6 +17,7 @@ from chatserve.engine.client import Delta, EngineStream
 from chatserve.engine.protocol import Finished, Started
 from chatserve.errors import (
     ChatserveError,
+    ContextLengthError,
     GenerationFailedError,
     QueueFullError,
 )
@@ -66,6 +67,7 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
             (a chat) whose ids a later turn may quote.
         priority: lower runs first, within the tenant's class.
         flex: content with one class below the tenant's.
+        prompt_field, max_tokens_field: what refusals name, as its client calls it.
     """
 
     prompt_ids: bytes
@@ -79,6 +81,8 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     flex: bool = False
     patience: float | None = None
     continues_prompt: bool = False
+    prompt_field: str = "prompt"
+    max_tokens_field: str = "max_tokens"
 
 
 class Timings(msgspec.Struct):
@@ -236,6 +240,8 @@ class Generation:
         if not had_tokens and output.usage.completion_tokens:
             self.timings.first_token = now
         if output.failure is not None:
+            if isinstance(output.failure, ContextLengthError) and self.request.sampling.max_tokens is not None:
+                output.failure.param = self.request.max_tokens_field
             self.fail(output.failure)
             return out
         if out and type(last := out[-1]) is ChoiceDone:

@@ -210,7 +210,7 @@ class GenerationService:
         info = self.engine_info()
         request.sampling.validate(info.vocab_size)
         self._check_length(request)
-        self.refuse_unknown_tokens(request.prompt_ids, "prompt")
+        self.refuse_unknown_tokens(request.prompt_ids, request.prompt_field)
 
     def refuse_unknown_tokens(self, token_ids: bytes, param: str) -> None:
         """Raise `InvalidRequestError` where a token (int32) has no embedding: tokenizers may know more than models."""
@@ -251,14 +251,16 @@ class GenerationService:
         prompt = len(request.prompt_ids) // INT32_BYTES
         output = request.sampling.max_tokens
         if prompt == 0:
-            raise InvalidRequestError("The prompt is empty: it must hold at least one token.", param="prompt")
+            raise InvalidRequestError(
+                "The prompt is empty: it must hold at least one token.", param=request.prompt_field
+            )
         if prompt + max(output or 1, request.sampling.min_tokens) > limit:
             asked = f"{output} for the output" if output is not None else "at least 1 for the output"
             raise ContextLengthError(
                 f"This model holds at most {limit} tokens of prompt and output here. The request asks for "
                 f"{prompt + (output or 1)}: {prompt} in the prompt and {asked}. "
-                "Shorten the prompt or lower max_tokens.",
-                param="max_tokens" if output is not None and prompt < limit else None,
+                f"Shorten the prompt or lower {request.max_tokens_field}.",
+                param=request.max_tokens_field if output is not None and prompt < limit else None,
             )
 
     async def render_chat_off_loop(

@@ -285,7 +285,7 @@ def _finite(logprob: float) -> float:
 def _engine_error(event: Finished) -> ChatserveError:
     if event.error_code == ContextLengthError.default_code:
         # What is pinned for published prefixes may leave less room than the edge knows of.
-        return ContextLengthError(event.error_message or "The request does not fit this server.", param="max_tokens")
+        return ContextLengthError(event.error_message or "The request does not fit this server.")
     if event.error_code == EngineUnavailableError.default_code:
         message = event.error_message or "The engine stopped while it worked on this request. Send it again."
         return EngineUnavailableError(message, retry_after=2.0)

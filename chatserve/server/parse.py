@@ -207,15 +207,17 @@ def parse_stop(request: SamplingFields, config: ServerConfig) -> StopAutomaton |
     return StopAutomaton(stops) if stops else None
 
 
+def max_tokens_field(request: ChatCompletionRequest | CompletionRequest) -> str:
+    """The field that limits the output: chats have two."""
+    chat = isinstance(request, ChatCompletionRequest) and request.max_completion_tokens is not None
+    return "max_completion_tokens" if chat else "max_tokens"
+
+
 def _max_tokens(request: ChatCompletionRequest | CompletionRequest) -> int | None:
-    if isinstance(request, CompletionRequest):
-        name, value = "max_tokens", _or(request.max_tokens, COMPLETION_MAX_TOKENS)
-    elif request.max_completion_tokens is not None:
-        name, value = "max_completion_tokens", request.max_completion_tokens
-    elif request.max_tokens is not None:
-        name, value = "max_tokens", request.max_tokens
-    else:
-        return None
+    name = max_tokens_field(request)
+    value: int | None = getattr(request, name)
+    if value is None:
+        return COMPLETION_MAX_TOKENS if isinstance(request, CompletionRequest) else None
     if value < 1:
         raise InvalidRequestError(f"{name} must be at least 1; got {value}.", param=name)
     return value

@@ -87,7 +87,11 @@ class PrefixRegistry:
             await self._engine.publish(self._render(prefix), self._scopes(prefix), withdraw=True)
 
     async def _pin(self, prefix: PublishedPrefix) -> None:
-        tokens = self._render(prefix)
+        try:
+            tokens = self._render(prefix)
+        except InvalidRequestError as error:
+            error.param = error.param and "text"  # what is said of `messages` is of the text here
+            raise
         self._service.refuse_unknown_tokens(tokens, "text")
         reply = await self._engine.publish(tokens, self._scopes(prefix))
         prefix.num_tokens, prefix.num_blocks, prefix.error = reply.num_tokens, reply.num_blocks, reply.error_message

@@ -19,7 +19,6 @@ import structlog
 from chatserve.errors import (
     ChatserveError,
     ConflictError,
-    ContextLengthError,
     GenerationFailedError,
     InvalidRequestError,
     NotFoundError,
@@ -179,7 +178,11 @@ class ChatHub:
         scopes = context.scopes_for(principal, params.cache_salt)
         history, new = await self._prompt(principal.tenant, command)
         chat = [ChatMessage(m.role, m.content, token_ids=m.token_ids) for m in (*history, *new)]
-        rendered = await context.service.render_chat_off_loop(chat, scopes[-1])
+        try:
+            rendered = await context.service.render_chat_off_loop(chat, scopes[-1])
+        except InvalidRequestError as error:
+            error.param = error.param and "content"  # what is said of `messages` is of the conversation here
+            raise
         position = context.engine.num_waiting + 1
         request = GenerationRequest(
             prompt_ids=rendered.token_ids,
@@ -191,12 +194,10 @@ class ChatHub:
             skip_special_tokens=params.skip_special_tokens,
             priority=params.priority,
             flex=params.flex,
+            prompt_field="content",
+            max_tokens_field=params.max_tokens_field,
         )
-        try:
-            generation = context.service.start(request)
-        except ContextLengthError as error:
-            error.param = None if error.param is None else f"params.{error.param}"
-            raise
+        generation = context.service.start(request)
         user = new[-1]
         answers = [new_message("assistant", "", parent=user.id, state="running") for _ in range(params.sampling.n)]
         try:

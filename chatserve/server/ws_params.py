@@ -12,7 +12,7 @@ from chatserve.config import ServerConfig
 from chatserve.errors import InvalidRequestError, NotFoundError, UnsupportedParameterError
 from chatserve.sampling_params import SamplingParams
 from chatserve.server.body import decode
-from chatserve.server.parse import COMPLETION_FIELDS, check_model, parse_sampling, parse_stop
+from chatserve.server.parse import COMPLETION_FIELDS, check_model, max_tokens_field, parse_sampling, parse_stop
 from chatserve.server.sampling_defaults import SamplingDefaults
 from chatserve.server.unsupported import refuse_unsupported
 from chatserve.server.wire import ChatCompletionRequest, MessageParam
@@ -40,6 +40,7 @@ class TurnParams(msgspec.Struct, frozen=True):
     priority: int
     flex: bool
     cache_salt: str
+    max_tokens_field: str
 
 
 def parse_params(
@@ -73,4 +74,5 @@ def parse_params(
         fields.priority or 0,
         fields.service_tier == "flex",
         fields.cache_salt or "",
+        f"params.{max_tokens_field(fields)}",
     )

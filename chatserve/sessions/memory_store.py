@@ -203,5 +203,5 @@ class MemoryStore:
 def _message(conversation: _Conversation, identifier: str) -> Message:
     message = conversation.messages.get(identifier)
     if message is None:
-        raise NotFoundError("No such message in this conversation.", param="msg")
+        raise NotFoundError("No such message in this conversation.", param="parent")
     return message

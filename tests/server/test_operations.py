@@ -238,6 +238,15 @@ async def test_engine_errors(live: LiveServer) -> None:
 
 
 @pytest.mark.asyncio
+async def test_what_the_engine_has_no_room_for_is_named_as_it_was_sent(live: LiveServer) -> None:
+    """Pinned prefixes may leave less room than the edge knows of: the engine refuses then, and knows no fields."""
+    live.engine.script = say("", reason="error", error_code="context_length_exceeded", error_message="No room.")
+    for param in ("max_tokens", "max_completion_tokens", None):
+        reply = await live.chat(**({} if param is None else {param: 5}))
+        assert (reply.status, reply.error["param"]) == (400, param)
+
+
+@pytest.mark.asyncio
 async def test_token_outside_the_vocabulary_fails_that_request_only(live: LiveServer) -> None:
     """A bad id from a worker ends its own stream with an error; the one beside it goes on."""
     bad = {"bad": [104, 2**31 - 1], "low": [104, -1], "good": [104, 105]}

@@ -19,6 +19,13 @@ async def test_a_prefix_with_a_token_the_model_does_not_have(house: House) -> No
     assert (reply.status, reply.error["param"]) == (400, "text")
 
 
+async def test_a_prefix_that_the_template_refuses(house: House) -> None:
+    """What is wrong with the messages is wrong with the text: the request has no other field."""
+    private_use = "".join(map(chr, range(0xE000, 0xF900)))
+    reply = await house.admin("POST", "/admin/prefixes", {"text": private_use})
+    assert (reply.status, reply.error["param"]) == (400, "text")
+
+
 async def test_administration_from_nothing_to_an_answer(house: House) -> None:
     """Create, give a key, use it, change, revoke, delete: every step by HTTP, effective with its reply."""
     made = await house.admin("POST", "/admin/tenants", {"name": "new", "limits": {"max_concurrent": 3}, "weight": 2})

@@ -19,6 +19,7 @@ from chatserve.server.body import scan_structure
 from chatserve.server.parse import parse_messages, parse_request
 from chatserve.server.unsupported import NO_OPS
 from chatserve.server.wire import ChatCompletionRequest, CompletionRequest
+from chatserve.text.chat_template import ChatTemplate
 from chatserve.text.tokenizer import Tokenizer
 from tests.server.live import HI, LiveServer, Reply
 from tests.server.ws_client import ws_client
@@ -105,7 +106,23 @@ async def test_text_whose_token_the_model_does_not_have(live: LiveServer) -> Non
     assert reply.error["param"] == "prompt"
     assert "'z', token 122" in reply.error["message"]
     assert (await live.post(COMPLETIONS, {"prompt": "aby", "max_tokens": 2})).status == 200
-    await refused(live, CHAT, {"messages": HI})  # the template's control tokens come last
+    chat = await refused(live, CHAT, {"messages": HI})  # the template's control tokens come last
+    assert chat.error["param"] == "messages"
+    async with ws_client(live) as client:
+        error = (await client.call("chat.send", content="abz"))["error"]
+    assert error["param"] == "content"
+
+
+@pytest.mark.asyncio
+async def test_a_conversation_that_renders_to_nothing(live: LiveServer) -> None:
+    """An empty prompt is refused as what its client sent."""
+    live.context.service.template = ChatTemplate("", live.context.service.tokenizer)
+    reply = await refused(live, CHAT, {"messages": HI})
+    assert (reply.error["param"], "empty" in reply.error["message"]) == ("messages", True)
+    async with ws_client(live) as client:
+        error = (await client.call("chat.send", content="hi"))["error"]
+    assert (error["param"], "empty" in error["message"]) == ("content", True)
+    assert live.engine.submissions == []
 
 
 BAD: list[tuple[dict[str, Any], str | None]] = [
@@ -340,6 +357,10 @@ async def test_context_length(live: LiveServer) -> None:
             assert number in reply.error["message"]
     assert (await live.complete(prompt=[120] * 1023, max_tokens=1)).status == 200
     assert (await refused(live, COMPLETIONS, {"prompt": [120] * 1024, "max_tokens": 1})).error["param"] is None
+    for field in ("max_tokens", "max_completion_tokens"):
+        reply = await refused(live, CHAT, {"messages": HI, field: 2000})
+        assert reply.error["param"] == field
+        assert f"lower {field}." in reply.error["message"]
     chat = await refused(live, CHAT, {"messages": [{"role": "user", "content": "x" * 2000}]})
     assert chat.error["code"] == "context_length_exceeded"
     await refused(live, CHAT, {"messages": HI, "min_tokens": 5000})

@@ -347,7 +347,7 @@ async def test_conversation_of_nobody(live: LiveServer) -> None:
         conv, msg = ack["conv"], ack["gens"][0]["msg"]
         for parent in ("m_none",):
             error = await client.call("chat.send", content="hi", conv=conv, parent=parent)
-            assert error["error"]["code"] == "not_found"
+            assert (error["error"]["code"], error["error"]["param"]) == ("not_found", "parent")
         for parent in (msg, ack["user_msg"]):
             error = await client.call("chat.send", content="hi", conv=conv, parent=parent)
             assert error["error"]["code"] == "conversation_conflict"
@@ -382,9 +382,12 @@ async def test_params_are_those_of_a_chat_completion(live: LiveServer) -> None:
         }.items():
             error = (await client.call("chat.send", content="hi", params={name: value}))["error"]
             assert error["param"] == f"params.{name}", (name, error)
-        long = (await client.call("chat.send", content="hi", params={"max_tokens": 5000}))["error"]
-        assert long["code"] == "context_length_exceeded"
-        assert "1024" in long["message"]
+        for name in ("max_tokens", "max_completion_tokens"):
+            long = (await client.call("chat.send", content="hi", params={name: 5000}))["error"]
+            assert (long["code"], long["param"]) == ("context_length_exceeded", f"params.{name}")
+            assert "1024" in long["message"]
+        private_use = "".join(map(chr, range(0xE000, 0xF900)))
+        assert (await client.call("chat.send", content=private_use))["error"]["param"] == "content"
     assert len(live.engine.submissions) == 1
 
 

@@ -31,7 +31,7 @@ class ChatCompletions:
         context, config = self._context, self._context.config.server
         body, template = await prepare(request, context, ChatCompletionRequest)
         prompt = await context.service.render_chat_off_loop(parse_messages(body.messages, config), template.scopes[-1])
-        generation_request = msgspec.structs.replace(template, prompt_ids=prompt.token_ids)
+        generation_request = msgspec.structs.replace(template, prompt_ids=prompt.token_ids, prompt_field="messages")
         sampling = template.sampling
         head = answer_head(context, "chatcmpl", "chat.completion.chunk")
         if body.stream:

@@ -16,7 +16,7 @@ from chatserve.server.context import ServerContext
 from chatserve.server.encode import fingerprint, response_id
 from chatserve.server.generation import GenerationRequest
 from chatserve.server.middleware import request_info
-from chatserve.server.parse import parse_request, parse_sampling, parse_stop
+from chatserve.server.parse import max_tokens_field, parse_request, parse_sampling, parse_stop
 from chatserve.server.wire import ChatCompletionRequest, ChunkHead, CompletionRequest
 
 R = TypeVar("R", ChatCompletionRequest, CompletionRequest)
@@ -45,6 +45,7 @@ async def prepare(request: Request, context: ServerContext, kind: type[R]) -> tu
         priority=body.priority or 0,
         flex=body.service_tier == "flex",
         patience=info.patience,
+        max_tokens_field=max_tokens_field(body),
     )
 
 
