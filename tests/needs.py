@@ -1,4 +1,8 @@
-"""What tests need that not every machine has. Each such test asks here, so that CI cannot pass for want of a tool."""
+"""Tools that not every machine has. Each test that needs one asks here, so that CI cannot pass for want of it.
+
+What no installation could bring, another processor or operating system, is no tool: tests of one say so themselves,
+with ``skipif``.
+"""
 
 from __future__ import annotations
 
