@@ -76,8 +76,6 @@ class _Endpoint:
         try:
             await websocket.accept(wire.SUBPROTOCOL)
             await connection.run()
-        except WebSocketDisconnect:
-            pass  # it left during the handshake
         finally:
             self._open.discard(connection)
             seconds = round(time.monotonic() - began, 1)
