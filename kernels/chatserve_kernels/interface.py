@@ -48,7 +48,8 @@ class StepBatch(NamedTuple):
         num_computed: int32 [n], tokens of each that are in the cache already.
         num_new: int32 [n], tokens of each that are computed now, at least one.
         token_ids: int32 [T], those tokens.
-        sources: int32 [s], sequences whose last token's logits are wanted; ``None``: those of all T tokens.
+        sources: int32 [s], sequences whose last token's logits are wanted; ``None``: those of all T tokens, which is
+            how tests see every position.
         shared_runs: what the block tables begin with in common, where that is known.
     """
 
@@ -109,7 +110,7 @@ class Draws(NamedTuple):
         rows: int64 [d] of the logits.
         options: float64 [d, 4], `draw_options` of each.
         seeds, positions: uint64 [d]; each draw takes their number of `chatserve_kernels.random.uniforms`.
-        uniform: float64 [d] in [0, 1), taken instead where given.
+        uniform: float64 [d] in [0, 1), taken instead where given: how tests meet both ends of a token's interval.
     """
 
     rows: bytes
