@@ -13,6 +13,7 @@ import sys
 import time
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import torch
 from chatserve_kernels.cpu.backend import NativeBackend
@@ -247,7 +248,7 @@ def _warm_up(runner: ModelRunner, num_tokens: int, block_size: int) -> float:
     started = time.perf_counter()
     runner.execute(plan)
     seconds = time.perf_counter() - started
-    runner.release_rows()
+    runner.execute(msgspec.structs.replace(plan, freed_rows=row, new_sequences=(), rows=b""))
     return num_tokens / seconds
 
 

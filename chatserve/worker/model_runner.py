@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import mmap
-from array import array
 
 import numpy as np
 import numpy.typing as npt
@@ -20,8 +19,7 @@ from chatserve.model.step_layout import int64
 from chatserve.model.transformer import Transformer
 from chatserve.scheduler.output import ModelRunnerOutput, NewSequence, SchedulerOutput
 from chatserve.scheduler.output import SharedRuns as PlannedRuns
-from chatserve.worker.sampler import sample
-from chatserve.worker.sampling_row import SamplingRow
+from chatserve.worker.sampler import Sampler
 
 
 class ModelRunner:
@@ -48,7 +46,6 @@ class ModelRunner:
     ) -> None:
         self._model = model
         self._backend = backend
-        self._eos_token_ids = eos_token_ids
         architecture = model.architecture
         self.kv_cache, self.host_kv_cache = (
             _lazily_zeroed(
@@ -60,13 +57,13 @@ class ModelRunner:
             for count in (num_blocks, num_host_blocks)
         )
         self._block_tables: npt.NDArray[np.int64] = np.zeros((max_num_seqs, max_blocks), dtype=np.int64)
-        self._sampling: list[SamplingRow | None] = [None] * max_num_seqs
+        self._sampler = Sampler(max_num_seqs, architecture.vocab_size, eos_token_ids, backend)
 
     def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
         """Apply a plan in the order of its fields."""
         if plan.freed_rows:
-            for row in _int32(plan.freed_rows):
-                self._sampling[row] = None
+            for row in _int32(plan.freed_rows).tolist():
+                self._sampler.free(row)
         for sequence in plan.new_sequences:
             self._place(sequence)
         if plan.table_rows:
@@ -85,20 +82,10 @@ class ModelRunner:
             return ModelRunnerOutput(tokens=b"")
         return self._forward_and_sample(plan)
 
-    def release_rows(self) -> None:
-        """Forget every sequence. Block contents stay."""
-        self._sampling = [None] * len(self._sampling)
-
     def _place(self, sequence: NewSequence) -> None:
         blocks = _int32(sequence.block_table)
         self._block_tables[sequence.row, : len(blocks)] = blocks
-        self._sampling[sequence.row] = SamplingRow(
-            sequence.sampling,
-            _int32(sequence.token_ids),
-            sequence.num_prompt_tokens,
-            self._model.architecture.vocab_size,
-            self._eos_token_ids,
-        )
+        self._sampler.place(sequence.row, sequence.sampling, _int32(sequence.token_ids), sequence.num_prompt_tokens)
 
     def _forward_and_sample(self, plan: SchedulerOutput) -> ModelRunnerOutput:
         batch = StepBatch(
@@ -106,21 +93,10 @@ class ModelRunner:
             _shared_runs(plan.shared_runs),
         )
         result = self._model.run(batch, self.kv_cache)
-        tokens, logprobs = b"", None
-        if plan.sample_sources:
-            rows = self._sampled_rows(_int32(plan.sample_rows).tolist())
-            samples = sample(result, rows, self._backend)
-            for row, token in zip(rows, samples.tokens, strict=True):
-                row.append(token)
-            tokens, logprobs = array("i", samples.tokens).tobytes(), samples.logprobs
-        return ModelRunnerOutput(tokens, result.failed, logprobs)
-
-    def _sampled_rows(self, rows: list[int]) -> list[SamplingRow]:
-        states = [self._sampling[row] for row in rows]
-        found = [state for state in states if state is not None]
-        if len(found) < len(rows):
-            raise RuntimeError(f"The plan samples for row {rows[states.index(None)]}, which holds no sequence.")
-        return found
+        if not plan.sample_sources:
+            return ModelRunnerOutput(b"", result.failed)
+        samples = self._sampler.sample(result, _int32(plan.sample_rows))
+        return ModelRunnerOutput(samples.tokens.tobytes(), result.failed, samples.logprobs)
 
 
 def _shared_runs(runs: PlannedRuns | None) -> SharedRuns | None:

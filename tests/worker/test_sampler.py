@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -16,38 +17,63 @@ from chatserve_kernels.torch_backend import TorchBackend
 from torch import Tensor
 
 from chatserve.sampling_params import SamplingParams
-from chatserve.worker import sampler
-from chatserve.worker.sampler import Samples, top_ids
-from chatserve.worker.sampling_row import SamplingRow
+from chatserve.worker.sampler import Int32s, Sampler, Samples, top_ids
+from chatserve.worker.special_row import SpecialRow
 from tests.kernels.draws import kept_by_definition, random_logits
 from tests.kernels.native import library
 
 VOCAB = 320
 EOS = (2,)
-Sample = Callable[[Tensor, Sequence[SamplingRow]], Samples]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One sequence to draw a token for."""
+
+    prompt: tuple[int, ...]
+    output: tuple[int, ...]
+    vocab: int
+    params: SamplingParams
+
+
+Sample = Callable[[Tensor, Sequence[Row]], Samples]
 
 
 @pytest.fixture(params=["torch", *supported_isas()])
-def sample(request: pytest.FixtureRequest) -> Sample:
-    """`sampler.sample` by every backend that serves."""
-    backend: Backend = TorchBackend() if request.param == "torch" else NativeBackend(library(request.param))
+def backend(request: pytest.FixtureRequest) -> Backend:
+    """Every backend that serves."""
+    return TorchBackend() if request.param == "torch" else NativeBackend(library(request.param))
 
-    def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> Samples:
-        return sampler.sample(StepLogits(logits, backend.argmax(logits).numpy(), ()), rows, backend)
+
+@pytest.fixture
+def sample(backend: Backend) -> Sample:
+    """One token for each row of logits, by a sampler of its own."""
+
+    def sample(logits: Tensor, rows: Sequence[Row]) -> Samples:
+        return choose(placed(rows, backend), logits, np.arange(len(rows), dtype=np.int32), backend)
 
     return sample
 
 
-def row(
-    prompt: tuple[int, ...] = (5, 9), output: tuple[int, ...] = (), vocab: int = VOCAB, **options: Any
-) -> SamplingRow:
+def placed(rows: Sequence[Row], backend: Backend) -> Sampler:
+    sampler = Sampler(len(rows), rows[0].vocab, EOS, backend)
+    for at, row in enumerate(rows):
+        sampler.place(at, row.params, np.array([*row.prompt, *row.output], dtype=np.int32), len(row.prompt))
+    return sampler
+
+
+def choose(sampler: Sampler, logits: Tensor, rows: Int32s, backend: Backend) -> Samples:
+    return sampler.sample(StepLogits(logits, backend.argmax(logits).numpy(), ()), rows)
+
+
+def row(prompt: tuple[int, ...] = (5, 9), output: tuple[int, ...] = (), vocab: int = VOCAB, **options: Any) -> Row:
     params = SamplingParams(**{"seed": 0, **options})
     params.validate(vocab)
-    return SamplingRow(params, np.array([*prompt, *output], dtype=np.int32), len(prompt), vocab, EOS)
+    return Row(prompt, output, vocab, params)
 
 
 def draw(sample: Sample, logits: Tensor, **options: Any) -> int:
-    return sample(logits[None], [row(vocab=len(logits), **options)]).tokens[0]
+    return int(sample(logits[None], [row(vocab=len(logits), **options)]).tokens[0])
 
 
 OPTIONS = [
@@ -75,19 +101,39 @@ def test_draws_follow_the_distribution(sample: Sample, options: dict[str, Any]) 
     assert chi_square < freedom + 5 * (2 * freedom) ** 0.5
 
 
-def test_the_same_seed_and_position_give_the_same_token(sample: Sample) -> None:
+def test_the_same_seed_and_position_give_the_same_token(sample: Sample, backend: Backend) -> None:
     """Alone, again, in a batch, and after a resume with the same output so far."""
     logits = random_logits(2, rows=64)
     rows = [row(seed=i % 5, output=(4,) * (i % 7), temperature=1.2, top_p=0.95) for i in range(64)]
-    together = sample(logits, rows).tokens
-    alone = [sample(logits[i : i + 1], [rows[i]]).tokens[0] for i in range(64)]
+    together = sample(logits, rows).tokens.tolist()
+    alone = [int(sample(logits[i : i + 1], [rows[i]]).tokens[0]) for i in range(64)]
     assert together == alone
-    resumed = row(seed=3, output=(8, 9), temperature=1.5)
-    grown = row(seed=3, temperature=1.5)
-    for token in (8, 9):
-        grown.append(token)
-    assert sample(logits[:1], [resumed]).tokens == sample(logits[:1], [grown]).tokens
+    grown, only = placed([row(seed=3, temperature=1.5)], backend), np.zeros(1, np.int32)
+    output: tuple[int, ...] = ()
+    for _ in range(4):
+        token = int(choose(grown, logits[:1], only, backend).tokens[0])
+        assert draw(sample, logits[0], seed=3, output=output, temperature=1.5) == token
+        output += (token,)
     assert len({draw(sample, logits[0], seed=seed, temperature=1.5) for seed in range(50)}) > 10
+
+
+def test_rows_are_what_was_placed_in_them_last(backend: Backend) -> None:
+    """Any order of rows; a row's next owner inherits nothing; a row that was freed is not sampled for."""
+    logits = random_logits(12, rows=3)
+    best = logits.argmax(-1).tolist()
+    sampler = placed([row(temperature=0.0, logit_bias=((7, 100.0),)), row(temperature=0.0), row(logprobs=1)], backend)
+    samples = choose(sampler, logits, np.array([2, 0, 1], np.int32), backend)
+    assert samples.tokens[1:].tolist() == [7, best[2]]
+    assert samples.logprobs is not None
+    assert [entry is not None for entry in samples.logprobs] == [True, False, False]
+    for at in (0, 2):
+        sampler.free(at)
+    with pytest.raises(RuntimeError, match="row 2, which holds no sequence"):
+        choose(sampler, logits[:2], np.array([1, 2], np.int32), backend)
+    for at in (2, 0):
+        sampler.place(at, SamplingParams(seed=0, temperature=0.0), np.array([1], np.int32), 1)
+    again = choose(sampler, logits, np.array([0, 1, 2], np.int32), backend)
+    assert (again.tokens.tolist(), again.logprobs) == (best, None)
 
 
 def test_rows_with_different_options_do_not_influence_each_other(sample: Sample) -> None:
@@ -113,7 +159,7 @@ def test_rows_with_different_options_do_not_influence_each_other(sample: Sample)
     rows = [row(output=(7, 7, i), **options(i)) for i in range(64)]
     together = sample(logits, rows)
     alone = [sample(logits[i : i + 1], [rows[i]]) for i in range(64)]
-    assert together.tokens == [one.tokens[0] for one in alone]
+    assert together.tokens.tolist() == [one.tokens[0] for one in alone]
     assert together.logprobs is not None
     assert [None if entry is None else entry.top_ids for entry in together.logprobs] == [
         None if one.logprobs is None or one.logprobs[0] is None else one.logprobs[0].top_ids for one in alone
@@ -154,7 +200,8 @@ def test_extreme_values_give_a_valid_token(sample: Sample) -> None:
 def test_penalties_by_their_formulas() -> None:
     """Repetition scales what prompt or output holds; presence and frequency subtract for the output only."""
     logits = random_logits(7)[0]
-    state = row(prompt=(5, 9), output=(9, 30, 30), repetition_penalty=2.0, presence_penalty=0.5, frequency_penalty=0.25)
+    params = SamplingParams(repetition_penalty=2.0, presence_penalty=0.5, frequency_penalty=0.25)
+    state = SpecialRow(params, np.array([5, 9, 9, 30, 30], np.int32), 2, VOCAB, EOS)
     state.append(31)
     got = logits.clone()
     state.adjust(got)
@@ -174,33 +221,28 @@ def test_logit_bias_forces_and_forbids(sample: Sample) -> None:
     assert all(draw(sample, logits, seed=s, logit_bias=((best, -100.0),)) != best for s in range(50))
 
 
-def test_stop_tokens_wait_for_min_tokens(sample: Sample) -> None:
+def test_stop_tokens_wait_for_min_tokens(sample: Sample, backend: Backend) -> None:
     """Until then neither the model's end token nor a requested one is drawn; a bias cannot undo it."""
     logits = random_logits(9)[0]
     logits[2], logits[50] = 30.0, 29.0
-    options: dict[str, Any] = {
-        "temperature": 0.0,
-        "min_tokens": 2,
-        "stop_token_ids": (50,),
-        "logit_bias": ((2, 100.0),),
-    }
-    state = row(**options)
-    drawn = []
-    for _ in range(3):
-        token = sample(logits[None], [state]).tokens[0]
-        state.append(token)
-        drawn.append(token)
-    assert drawn[2] == 2
-    assert not {2, 50} & set(drawn[:2])
-    assert draw(sample, logits, **{**options, "ignore_eos": True}) == 2
+    wishes: dict[str, Any] = {"temperature": 0.0, "min_tokens": 2, "stop_token_ids": (50,)}
+    for bias in ((), ((2, 100.0),)):
+        options = {**wishes, "logit_bias": bias}
+        sampler, only = placed([row(**options)], backend), np.zeros(1, np.int32)
+        drawn = [int(choose(sampler, logits[None], only, backend).tokens[0]) for _ in range(4)]
+        assert drawn[2:] == [2, 2]
+        assert not {2, 50} & set(drawn[:2])
+        assert draw(sample, logits, **options, output=tuple(drawn[:1])) == drawn[1]
+        assert draw(sample, logits, **options, output=tuple(drawn[:2])) == 2
+        assert draw(sample, logits, **{**options, "ignore_eos": True}) == 2
 
 
 def test_logprobs_are_those_of_the_unmodified_distribution(sample: Sample) -> None:
     """Neither temperature nor penalties nor truncation shows in them; alternatives are sorted, ties by id."""
     logits = random_logits(10)
     expected = logits[0].double().log_softmax(-1)
-    state = row(temperature=0.3, top_k=2, repetition_penalty=3.0, logit_bias=((77, 50.0),), logprobs=20)
-    result = sample(logits, [state])
+    asks = row(temperature=0.3, top_k=2, repetition_penalty=3.0, logit_bias=((77, 50.0),), logprobs=20)
+    result = sample(logits, [asks])
     entry = entry_of(result)
     assert result.tokens[0] == 77
     assert entry.chosen == pytest.approx(float(expected[77]), abs=1e-5)
