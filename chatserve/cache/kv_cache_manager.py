@@ -193,6 +193,8 @@ class KVCacheManager:
     def take_copies(self) -> BlockCopies:
         """The planned copies; they are due before the next forward."""
         evictor = self.evictor
+        if not (self._copies or self._promotions or evictor.demotions or self.must_clear):
+            return _NO_COPIES
         taken = BlockCopies(
             _ids(self._clears),
             _ids(self._host_clears),
@@ -418,6 +420,9 @@ class KVCacheManager:
         self.pool.release(table.blocks)
         self._note_deepest(table.blocks)
         table.blocks = []
+
+
+_NO_COPIES = BlockCopies(b"", b"", b"", b"", b"")
 
 
 def _pairs(pairs: list[tuple[int, int]]) -> bytes:

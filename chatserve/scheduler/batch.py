@@ -1,7 +1,9 @@
 """The persistent batch: one row per running sequence, its counters in columns.
 
 Columns instead of attributes, because the usual step (every row decodes one token) must cost a few vector
-operations, not a loop over sequences. Written by `Scheduler` alone.
+operations, not a loop over sequences; and what such a step says again and again is kept from the last one (`Decode`).
+After a step caches are full of weights, and what costs is not the work but every new line of code and data that it
+touches. Written by `Scheduler` alone.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ from __future__ import annotations
 import heapq
 from array import array
 from bisect import bisect_left
+from collections import Counter
 
 import numpy as np
 import numpy.typing as npt
@@ -24,49 +27,78 @@ Index = slice | Int32s
 """Rows as numpy wants them: a slice where they are the first ones, all of them; a view costs a tenth of a gather."""
 
 
+class Decode:
+    """A step in which all rows decode: what of it stays the same while no row comes or goes.
+
+    Attributes:
+        rows: int32 [n], ascending; ``row_bytes`` are they.
+        index: the same for indexing columns.
+        num_new, sources: as `SchedulerOutput` has them.
+        request_ids, choices: as `StepNews` has them.
+        tokens: the rows' token arrays.
+        token_ids: as `SchedulerOutput` has them; what this step brings is what the next one computes.
+        tenants: who is charged, and for how many of the rows.
+    """
+
+    __slots__ = (
+        *("choices", "index", "num_new", "request_ids", "row_bytes", "rows", "sources"),
+        *("tenants", "token_ids", "tokens"),
+    )
+
+    def __init__(self, batch: Batch) -> None:
+        self.rows = batch.rows()
+        self.index = index = batch.index()
+        count = len(self.rows)
+        self.row_bytes = self.rows.tobytes()
+        self.num_new = np.ones(count, np.int32).tobytes()
+        self.sources = np.arange(count, dtype=np.int32).tobytes()
+        self.request_ids = batch.request_ids[index].tobytes()
+        self.choices = batch.choices[index].tobytes()
+        self.tokens = [batch.tokens[row] for row in self.rows.tolist()]
+        self.token_ids = array("i", [tokens[-1] for tokens in self.tokens]).tobytes()
+        self.tenants = Counter(batch.tenants[index].tolist())
+
+
 class Batch:
     """Rows, and the order in which they are served.
 
-    ``tokens[row]`` is the sequence's own token array, here because the usual step only appends to it.
+    ``tokens[row]`` is the sequence's own token array, here because the usual step only appends to it. ``prefilling``
+    are the rows whose next tokens are not simply the last one: prompts, and what is computed again.
     Columns (int32 unless said otherwise), meaningful where ``sequences[row]`` is set:
-        known, computed: tokens known, and tokens whose KV is in the cache.
+        computed: tokens whose KV is in the cache. A row that decodes knows one more.
         capacity: tokens that may be computed before the block table must change.
         publish_at: computed tokens at which the next whole block is due for publication; NEVER if none is.
-        max_total: known tokens at which the output ends for length.
-        stop_after: known tokens beyond which stop tokens count.
-        num_prompt: prompt tokens.
-        last_token: the last known token.
+        end_at: computed tokens at which the output ends for length.
+        stops_from: computed tokens from which on stop tokens count.
         uses_eos (bool): the model's end tokens end this output.
         own_stops (bool): it has stop token ids of its own.
         tenants: index of who is charged.
         request_ids (int64), choices: whose stream the row's tokens belong to.
-    ``ones`` and ``indices`` are constants, kept to be sliced. ``prefixes`` knows which rows begin with the same blocks.
+    ``prefixes`` knows which rows begin with the same blocks.
     """
 
     def __init__(self, max_num_seqs: int) -> None:
         self.sequences: list[Sequence | None] = [None] * max_num_seqs
         self.tokens: list[array[int]] = [array("i")] * max_num_seqs
+        self.prefilling: set[int] = set()
         self.num_own_stops = 0
-        self.known: Int32s = np.zeros(max_num_seqs, np.int32)
         self.computed: Int32s = np.zeros(max_num_seqs, np.int32)
         self.capacity: Int32s = np.zeros(max_num_seqs, np.int32)
         self.publish_at: Int32s = np.full(max_num_seqs, NEVER, np.int32)
-        self.max_total: Int32s = np.zeros(max_num_seqs, np.int32)
-        self.stop_after: Int32s = np.zeros(max_num_seqs, np.int32)
-        self.num_prompt: Int32s = np.zeros(max_num_seqs, np.int32)
-        self.last_token: Int32s = np.zeros(max_num_seqs, np.int32)
+        self.end_at: Int32s = np.zeros(max_num_seqs, np.int32)
+        self.stops_from: Int32s = np.zeros(max_num_seqs, np.int32)
         self.uses_eos = np.zeros(max_num_seqs, np.bool_)
         self.own_stops = np.zeros(max_num_seqs, np.bool_)
         self.request_ids = np.zeros(max_num_seqs, np.int64)
         self.choices: Int32s = np.zeros(max_num_seqs, np.int32)
         self.tenants: Int32s = np.zeros(max_num_seqs, np.int32)
-        self.ones: Int32s = np.ones(max_num_seqs, np.int32)
-        self.indices: Int32s = np.arange(max_num_seqs, dtype=np.int32)
         self.prefixes = SharedPrefixes(max_num_seqs)
         self._free_rows = list(range(max_num_seqs))
         self._order: list[Sequence] = []
         self._order_keys: list[tuple[int, int]] = []
         self._rows: Int32s | None = None
+        self._index: Index = slice(0, 0)
+        self._decode: Decode | None = None
 
     def __len__(self) -> int:
         return len(self._order)
@@ -84,16 +116,28 @@ class Batch:
     def rows(self) -> Int32s:
         """Rows in use, ascending."""
         if self._rows is None:
-            self._rows = np.sort(np.fromiter((s.row for s in self._order), np.int32, len(self._order)))
+            self._rows = rows = np.sort(np.fromiter((s.row for s in self._order), np.int32, len(self._order)))
+            # Free rows are given out lowest first, so a batch that is full, or filling up, is the first rows, all of
+            # them.
+            dense = len(rows) and rows[-1] + 1 == len(rows)
+            self._index = slice(0, len(rows)) if dense else rows
         return self._rows
 
     def index(self) -> Index:
         """`rows` for indexing columns."""
-        rows = self.rows()
-        # Free rows are given out lowest first, so a batch that is full, or filling up, is the first rows, all of them.
-        if len(rows) and rows[-1] + 1 == len(rows):
-            return slice(0, len(rows))
-        return rows
+        self.rows()
+        return self._index
+
+    def decode(self) -> Decode:
+        """A step of all rows."""
+        if self._decode is None:
+            self._decode = Decode(self)
+        return self._decode
+
+    def next_is_decode(self, row: int) -> bool:
+        """Whether only the row's last token is to be computed, and that is not of its prompt."""
+        sequence, known = self.sequences[row], len(self.tokens[row])
+        return sequence is not None and known - self.computed[row] == 1 and known > sequence.request.num_prompt
 
     def place(self, sequence: Sequence, num_computed: int) -> int:
         """Give a sequence a row and fill its columns; its table is set already."""
@@ -102,12 +146,10 @@ class Batch:
         sequence.row = row
         self.sequences[row] = sequence
         self.tokens[row] = sequence.tokens
-        self.known[row] = len(sequence.tokens)
         self.computed[row] = num_computed
-        self.max_total[row] = request.max_total
-        self.stop_after[row] = request.num_prompt + sampling.min_tokens
-        self.num_prompt[row] = request.num_prompt
-        self.last_token[row] = sequence.tokens[-1]
+        # A sequence knows one token more than it has computed when a new one comes.
+        self.end_at[row] = request.max_total - 1
+        self.stops_from[row] = request.num_prompt + sampling.min_tokens
         self.uses_eos[row] = not sampling.ignore_eos
         self.own_stops[row] = bool(sampling.stop_token_ids)
         self.num_own_stops += bool(sampling.stop_token_ids)
@@ -118,7 +160,8 @@ class Batch:
         at = bisect_left(self._order_keys, key)
         self._order_keys.insert(at, key)
         self._order.insert(at, sequence)
-        self._rows = None
+        self.prefilling.add(row)
+        self._rows = self._decode = None
         return row
 
     def free(self, sequence: Sequence) -> int:
@@ -127,7 +170,8 @@ class Batch:
         at = bisect_left(self._order_keys, (sequence.request.priority_class, sequence.admission))
         del self._order_keys[at]
         del self._order[at]
-        self._rows = None
+        self._rows = self._decode = None
+        self.prefilling.discard(row)
         self.num_own_stops -= bool(sequence.sampling.stop_token_ids)
         self.sequences[row] = None
         sequence.row = -1

@@ -3,13 +3,11 @@ Models*, OSDI 2024).
 
 A tenant's counter rises with the service it gets, divided by its weight; who has the lowest is served next. A
 tenant that returns after a pause is lifted to just below the lowest counter among the active: idling earns no credit.
-Counters are a column by tenant index, because every step charges every row of the batch.
 """
 
 from __future__ import annotations
 
-import numpy as np
-import numpy.typing as npt
+from collections.abc import Mapping
 
 PROMPT_COST = 1.0
 """Per prompt token that is computed."""
@@ -30,31 +28,29 @@ OPERATOR = 0
 """Index of the operator, who is charged for what is published to several tenants."""
 
 
-Int64s = npt.NDArray[np.int64]
-
-
 class Tenants:
     """Every tenant the engine has seen, by index.
 
     ``num_active`` counts a tenant's open requests, ``num_present`` the tenants that have any.
 
-    Columns by tenant index:
-        counters (float64): virtual tokens served.
-        prompt, cached, computed, generated (int64): tokens since start, exactly. Computed are prompt tokens that
-            ran, and tokens that ran again after a preemption.
+    Columns by tenant index, lists because most steps touch one or a few:
+        counters: virtual tokens served.
+        prompt, cached, computed, generated: tokens since start, exactly. Computed are prompt tokens that ran, and
+            tokens that ran again after a preemption.
     """
 
     def __init__(self) -> None:
         self.names: list[str] = []
         self.num_active: list[int] = []
         self.num_present = 0
-        self.counters: npt.NDArray[np.float64] = np.zeros(16)
-        self.prompt: Int64s = np.zeros(16, np.int64)
-        self.cached: Int64s = np.zeros(16, np.int64)
-        self.computed: Int64s = np.zeros(16, np.int64)
-        self.generated: Int64s = np.zeros(16, np.int64)
+        self.counters: list[float] = []
+        self.prompt: list[int] = []
+        self.cached: list[int] = []
+        self.computed: list[int] = []
+        self.generated: list[int] = []
+        self._changed: set[int] = set()
         self._index: dict[str, int] = {}
-        self._inverse_weights: npt.NDArray[np.float64] = np.ones(16)
+        self._inverse_weights: list[float] = []
         self.index("")
 
     def __len__(self) -> int:
@@ -69,12 +65,17 @@ class Tenants:
         self._index[name] = at
         self.names.append(name)
         self.num_active.append(0)
-        if at == len(self.counters):
-            self.counters = np.concatenate((self.counters, np.zeros(at)))
-            self._inverse_weights = np.concatenate((self._inverse_weights, np.ones(at)))
-            for column in ("prompt", "cached", "computed", "generated"):
-                setattr(self, column, np.concatenate((getattr(self, column), np.zeros(at, np.int64))))
+        self.counters.append(0.0)
+        self._inverse_weights.append(1.0)
+        for column in (self.prompt, self.cached, self.computed, self.generated):
+            column.append(0)
+        self._changed.add(at)
         return at
+
+    def take_changed(self) -> set[int]:
+        """Tenants of whom anything was counted since the last call."""
+        changed, self._changed = self._changed, set()
+        return changed
 
     def set_weight(self, tenant: int, weight: float) -> None:
         """A tenant of weight 2 gets twice the service of one of weight 1 while both want more."""
@@ -89,6 +90,7 @@ class Tenants:
             active = [self.counters[i] for i, count in enumerate(self.num_active) if count]
             if active:
                 self.counters[tenant] = max(self.counters[tenant], min(active) - PROMPT_COST)
+                self._changed.add(tenant)
             self.num_present += 1
         self.num_active[tenant] += 1
 
@@ -102,15 +104,19 @@ class Tenants:
         """A request of the tenant was admitted with ``num_cached`` of its tokens found."""
         self.prompt[tenant] += num_prompt
         self.cached[tenant] += num_cached
-        self.counters[tenant] += CACHED_COST * num_cached * self._inverse_weights[tenant]
+        self._charge(tenant, CACHED_COST * num_cached)
 
     def charge_computed(self, tenant: int, num_tokens: int) -> None:
         """Prompt tokens (or tokens computed again after a preemption) were scheduled."""
         self.computed[tenant] += num_tokens
-        self.counters[tenant] += PROMPT_COST * num_tokens * self._inverse_weights[tenant]
+        self._charge(tenant, PROMPT_COST * num_tokens)
 
-    def charge_generated(self, tenants: npt.NDArray[np.int32]) -> None:
-        """One token was generated for each entry of ``tenants``."""
-        counts = np.bincount(tenants)
-        self.counters[: len(counts)] += OUTPUT_COST * counts * self._inverse_weights[: len(counts)]
-        self.generated[: len(counts)] += counts
+    def charge_generated(self, counts: Mapping[int, int]) -> None:
+        """So many tokens were generated for each of these tenants."""
+        for tenant, count in counts.items():
+            self.generated[tenant] += count
+            self._charge(tenant, OUTPUT_COST * count)
+
+    def _charge(self, tenant: int, cost: float) -> None:
+        self.counters[tenant] += cost * self._inverse_weights[tenant]
+        self._changed.add(tenant)

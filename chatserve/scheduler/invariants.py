@@ -28,7 +28,9 @@ def check_scheduler(scheduler: Scheduler, pinned: Iterable[BlockTable] = ()) -> 
     check_manager(manager, [*pinned, *(s.table for s in running if s.table is not None)])
     for sequence in running:
         row, table = sequence.row, sequence.table
-        known, computed = int(batch.known[row]), int(batch.computed[row])
-        require(table is not None and known == len(sequence.tokens), "known tokens are miscounted")
+        known, computed = len(sequence.tokens), int(batch.computed[row])
+        require(table is not None and batch.tokens[row] is sequence.tokens, "a row has another's tokens")
         require(computed < known <= sequence.request.max_total, "computed tokens are miscounted")
+        decodes = known - computed == 1 and known > sequence.request.num_prompt
+        require((row in batch.prefilling) != decodes, "a row that decodes is taken for one that prefills, or reversed")
         require(table is None or table.num_published * manager.block_size <= computed, "published before computed")

@@ -6,11 +6,13 @@ one step and keeps what `Scheduler.update` needs to read the worker's answer. Ne
 
 from __future__ import annotations
 
+from array import array
+
 import numpy as np
 
 from chatserve.cache.block_table import TableChange
 from chatserve.cache.kv_cache_manager import KVCacheManager
-from chatserve.scheduler.batch import Batch, Index, Int32s
+from chatserve.scheduler.batch import Batch, Decode, Index, Int32s
 from chatserve.scheduler.output import NewSequence, SchedulerOutput
 from chatserve.scheduler.request import Sequence
 
@@ -33,12 +35,11 @@ class RowChanges:
         if self._tables:
             self._tables = [change for change in self._tables if change[0] != row]
 
-    def take(self) -> tuple[bytes, Int32s]:
-        """Freed rows, and (row, index, block) triples of shape [t, 3]; forgets both."""
-        freed = np.array(self._freed, np.int32).tobytes()
-        tables = np.array(self._tables, np.int32).reshape(-1, 3)
+    def take(self) -> tuple[bytes, list[tuple[int, int, int]]]:
+        """Freed rows, int32, and (row, index, block) of each change of a table; forgets both."""
+        freed = np.array(self._freed, np.int32).tobytes() if self._freed else b""
+        tables, self._tables = self._tables, []
         self._freed.clear()
-        self._tables.clear()
         return freed, tables
 
 
@@ -49,6 +50,7 @@ class Plan:
         rows, after: int32 [n]; rows that run, and their computed tokens afterwards.
         sample_rows: int32 [s]; rows that get a token.
         index, sample_index: the same rows for indexing columns of the batch.
+        decode: set where all rows of the batch run and decode.
         forks: (parent row, child row) pairs of this step.
     """
 
@@ -59,6 +61,7 @@ class Plan:
         self.sample_rows: Int32s = empty
         self.index: Index = empty
         self.sample_index: Index = empty
+        self.decode: Decode | None = None
         self.forks: list[tuple[int, int]] = []
         self._new: list[NewSequence] = []
         self._chunk_rows: list[int] = []
@@ -87,66 +90,69 @@ class Plan:
         self._chunk_tokens.append(tokens)
 
     def build(
-        self,
-        step: int,
-        batch: Batch,
-        decodes: Int32s,
-        decode_index: Index,
-        changes: RowChanges,
-        manager: KVCacheManager,
+        self, step: int, batch: Batch, decodes: Int32s, changes: RowChanges, manager: KVCacheManager
     ) -> SchedulerOutput | None:
-        """The plan: ``decodes`` rows with one token each, then the chunks. ``None`` if there is nothing to do."""
-        count = len(decodes)
-        if self._chunk_rows:
+        """The plan: rows ``decodes`` with one token each, then the chunks. ``None`` if there is nothing to do."""
+        if not self._chunk_rows and decodes is batch.rows() and len(decodes):
+            self.decode = decode = batch.decode()
+            self.rows = self.sample_rows = decode.rows
+            self.index = self.sample_index = decode.index
+            rows = sample_rows = decode.row_bytes
+            num_new, sources = decode.num_new, decode.sources
+            computed = batch.computed[decode.index]
+            self.after = computed + 1
+            token_ids = decode.token_ids
+        elif self._chunk_rows or len(decodes):
             self.index = self.rows = np.concatenate((decodes, np.array(self._chunk_rows, np.int32)))
-            num_new = np.concatenate((batch.ones[:count], np.array(self._chunk_sizes, np.int32)))
-            last_tokens = batch.last_token[decodes]
+            sizes = np.concatenate((np.ones(len(decodes), np.int32), np.array(self._chunk_sizes, np.int32)))
             computed = batch.computed[self.rows]
-            self.after = computed + num_new
-            sources = np.flatnonzero(self.after == batch.known[self.rows]).astype(np.int32)
-            self.sample_rows = self.rows[sources]
+            self.after = computed + sizes
+            known = np.array([len(batch.tokens[row]) for row in self.rows.tolist()])
+            sampled = np.flatnonzero(self.after == known).astype(np.int32)
+            self.sample_rows = self.rows[sampled]
             if self.forks:
                 index_of = {row: index for index, row in enumerate(self.rows.tolist())}
                 forked = np.array([(index_of[parent], child) for parent, child in self.forks], np.int32)
-                sources = np.concatenate((sources, forked[:, 0]))
+                sampled = np.concatenate((sampled, forked[:, 0]))
                 self.sample_rows = np.concatenate((self.sample_rows, forked[:, 1]))
             self.sample_index = self.sample_rows
-        elif count:
-            self.rows = self.sample_rows = decodes
-            self.index = self.sample_index = decode_index
-            num_new = batch.ones[:count]
-            last_tokens = batch.last_token[decode_index]
-            sources = batch.indices[:count]
-            computed = batch.computed[decode_index]
-            self.after = computed + 1
+            rows, sample_rows = self.rows.tobytes(), self.sample_rows.tobytes()
+            num_new, sources = sizes.tobytes(), sampled.tobytes()
+            last_tokens = array("i", [batch.tokens[row][-1] for row in decodes.tolist()])
+            token_ids = last_tokens.tobytes() + b"".join(self._chunk_tokens)
         elif manager.must_clear:
             # Purged memory is zeroed now, not when somebody happens to run.
-            num_new = sources = computed = last_tokens = self.rows
+            computed = self.rows
+            rows = sample_rows = num_new = sources = token_ids = b""
         else:
             return None
         freed, tables = changes.take()
         for sequence in self._new:
             batch.prefixes.place(sequence)
-        if len(tables):
-            batch.prefixes.change(tables.tolist())
+        table_rows = table_indices = table_blocks = b""
+        if tables:
+            batch.prefixes.change(tables)
+            table_rows, table_indices, table_blocks = (
+                array("i", column).tobytes() for column in zip(*tables, strict=True)
+            )
         copies = manager.take_copies()
         return SchedulerOutput(
             step=step,
             freed_rows=freed,
             new_sequences=tuple(self._new),
-            table_rows=tables[:, 0].tobytes(),
-            table_indices=tables[:, 1].tobytes(),
-            table_blocks=tables[:, 2].tobytes(),
+            table_rows=table_rows,
+            table_indices=table_indices,
+            table_blocks=table_blocks,
             clears=copies.clears,
             host_clears=copies.host_clears,
             demotions=copies.demotions,
             promotions=copies.promotions,
             copies=copies.copies,
-            rows=self.rows.tobytes(),
+            rows=rows,
             num_computed=computed.tobytes(),
-            num_new=num_new.tobytes(),
-            token_ids=last_tokens.tobytes() + b"".join(self._chunk_tokens),
-            sample_sources=sources.tobytes(),
-            sample_rows=self.sample_rows.tobytes(),
+            num_new=num_new,
+            token_ids=token_ids,
+            sample_sources=sources,
+            sample_rows=sample_rows,
             shared_runs=batch.prefixes.runs(self.rows, computed, manager.block_size) if len(self.rows) > 1 else None,
         )

@@ -91,12 +91,10 @@ def pick_unfair_victim(batch: Batch, tenants: Tenants, head: Sequence, admitted_
     The tenant must be more than a quantum of virtual tokens ahead of the waiting one; of its sequences the last
     admitted goes, unless it was resumed after step ``admitted_before``.
     """
-    running = batch.tenants[batch.index()]
-    counters = tenants.counters[running]
-    furthest = int(counters.argmax())
-    if counters[furthest] <= tenants.counters[head.request.tenant] + QUANTUM_TOKENS:
+    counters = tenants.counters
+    tenant = max((sequence.request.tenant for sequence in batch.order), key=counters.__getitem__)
+    if counters[tenant] <= counters[head.request.tenant] + QUANTUM_TOKENS:
         return None
-    tenant = int(running[furthest])
     for sequence in reversed(batch.order):
         if sequence.request.priority_class < head.request.priority_class:
             return None

@@ -40,7 +40,7 @@ class _ClassQueue:
         heap = self._heaps.get(request.tenant)
         if heap is None:
             heap = self._heaps[request.tenant] = []
-            heapq.heappush(self._order, (float(self._tenants.counters[request.tenant]), request.tenant))
+            heapq.heappush(self._order, (self._tenants.counters[request.tenant], request.tenant))
         heapq.heappush(heap, (aged_priority, request.arrival, sequence.choice, sequence))
 
     def peek(self, waiting: set[Sequence]) -> Sequence | None:
@@ -54,7 +54,7 @@ class _ClassQueue:
                 heapq.heappop(order)
                 del self._heaps[tenant]
                 continue
-            now = float(self._tenants.counters[tenant])
+            now = self._tenants.counters[tenant]
             if now > counter:
                 heapq.heapreplace(order, (now, tenant))
                 continue
@@ -170,7 +170,7 @@ class WaitingQueue:
         """Where a waiting sequence stands at ``step``."""
         request = sequence.request
         aged_class = request.priority_class - (step - request.arrival_step) // self._ageing_steps
-        counter = float(self._tenants.counters[request.tenant])
+        counter = self._tenants.counters[request.tenant]
         return aged_class, counter, self._aged_priority(request), request.arrival, sequence.choice
 
     def _aged_priority(self, request: Request) -> int:

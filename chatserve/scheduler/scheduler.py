@@ -8,6 +8,8 @@ one step, `update` takes the worker's answer. No clock, no I/O, no randomness: t
 from __future__ import annotations
 
 import math
+from array import array
+from collections import Counter
 from collections.abc import Iterable
 
 import numpy as np
@@ -19,7 +21,7 @@ from chatserve.config import SchedulerConfig
 from chatserve.errors import ContextLengthError
 from chatserve.scheduler.batch import NEVER, Batch, Index, Int32s
 from chatserve.scheduler.fairness import Tenants
-from chatserve.scheduler.output import ModelRunnerOutput, SchedulerOutput, StepNews
+from chatserve.scheduler.output import ModelRunnerOutput, SampleLogprobs, SchedulerOutput, StepNews
 from chatserve.scheduler.plan import Plan, RowChanges
 from chatserve.scheduler.policy import Claims, PrefillBudget, pick_slot_victim, pick_unfair_victim, prefill_chunk
 from chatserve.scheduler.request import Request, Sequence, Status
@@ -28,6 +30,11 @@ from chatserve.scheduler.waiting_room import WaitingRoom
 
 QUANTUM_STEPS = 32
 """Steps for which a resumed sequence is safe from losing its slot again."""
+
+DECODED_RUN = 4
+"""Whole blocks that a sequence decodes before it publishes them. Prompts are published as they are computed, for others
+wait for them, and everything is when its sequence lets go; in between hardly anybody asks for half an answer, and
+publishing is the dearest piece of bookkeeping in a step."""
 
 
 class SchedulerCounters:
@@ -68,7 +75,8 @@ class Scheduler:
         self._max_model_len = max_model_len
         self._vocab_size = vocab_size
         self._is_eos = np.zeros(vocab_size, np.bool_)
-        self._is_eos[list(eos_token_ids)] = True
+        self._eos = frozenset(eos_token_ids)
+        self._is_eos[list(self._eos)] = True
         self._prefill_chunk = config.long_prefill_token_threshold or prefill_chunk(prefill_tokens_per_second)
         self.tenants = Tenants()
         self.requests = RequestBook(self.tenants)
@@ -136,90 +144,96 @@ class Scheduler:
         self._make_room()
         self._grow_running()
 
-        rows, index = batch.rows(), batch.index()
-        known = batch.known[index]
-        chunked = (known - batch.computed[index] > 1) | (known == batch.num_prompt[index])
-        num_chunked = np.count_nonzero(chunked)
-        decodes = rows
-        if num_chunked:
-            decodes = index = rows[~chunked]
-        if num_chunked or len(self.waiting):
-            self._prefill(rows[chunked], len(decodes))
-        return plan.build(self.step, batch, decodes, index, self._changes, self.manager)
+        decodes = batch.rows()
+        if batch.prefilling or len(self.waiting):
+            prefilling = sorted(batch.prefilling)
+            if prefilling:
+                decodes = np.array([row for row in decodes.tolist() if row not in batch.prefilling], np.int32)
+            self._prefill(prefilling, len(decodes))
+        return plan.build(self.step, batch, decodes, self._changes, self.manager)
 
     def update(self, output: ModelRunnerOutput) -> StepNews:
         """Take the worker's answer to the plan that `schedule` returned last."""
         plan, batch, manager = self._plan, self.batch, self.manager
         manager.finish_step()
         batch.computed[plan.index] = plan.after
-        tokens = np.frombuffer(output.tokens, np.int32)
-        rows, index = plan.sample_rows, plan.sample_index
-        logprobs = output.logprobs
-        refused: set[int] = set()
-        if output.failed:
-            refused = self._fail_rows(output.failed)
-        # As unsigned numbers, negative ids are beyond the vocabulary too.
-        invalid = tokens.view(np.uint32) >= self._vocab_size
-        if np.count_nonzero(invalid):
-            refused |= self._fail_samples(rows[invalid])
-        if refused:
-            keep = [i for i, row in enumerate(rows.tolist()) if row not in refused]
-            rows = index = rows[keep]
-            tokens = tokens[keep]
-            if logprobs is not None:
-                logprobs = tuple(logprobs[i] for i in keep)
-
-        known = batch.known[index] + 1
-        batch.known[index] = known
-        batch.last_token[index] = tokens
-        row_tokens = batch.tokens
-        for row, token in zip(rows.tolist(), tokens.tolist(), strict=True):
-            row_tokens[row].append(token)
-        self.counters.generation_tokens += len(rows)
-        self.tenants.charge_generated(batch.tenants[index])
+        ids = memoryview(output.tokens).cast("i").tolist()
+        if plan.decode is not None and not output.failed and min(ids) >= 0 and max(ids) < self._vocab_size:
+            # The usual step: what its rows have in common is known already.
+            decode = plan.decode
+            for row_tokens, token in zip(decode.tokens, ids, strict=True):
+                row_tokens.append(token)
+            decode.token_ids = output.tokens
+            self.tenants.charge_generated(decode.tenants)
+            news = StepNews(decode.request_ids, decode.choices, output.tokens, output.logprobs)
+            rows, index = decode.rows, decode.index
+        else:
+            rows, ids, logprobs = self._fail_and_keep(output, ids)
+            index = rows
+            for row, token in zip(rows.tolist(), ids, strict=True):
+                batch.tokens[row].append(token)
+            self.tenants.charge_generated(Counter(batch.tenants[rows].tolist()))
+            news = StepNews(
+                *(batch.request_ids[rows].tobytes(), batch.choices[rows].tobytes(), array("i", ids).tobytes(), logprobs)
+            )
+        self.counters.generation_tokens += len(ids)
         self._publish(plan)
-
-        news = StepNews(batch.request_ids[index].tobytes(), batch.choices[index].tobytes(), tokens.tobytes(), logprobs)
-        self._finish_outputs(rows, index, tokens, known)
+        self._finish_outputs(rows, index, ids)
+        if batch.prefilling:
+            batch.prefilling -= {row for row in batch.prefilling if batch.next_is_decode(row)}
         return self.requests.tell(news)
+
+    def _fail_and_keep(
+        self, output: ModelRunnerOutput, ids: list[int]
+    ) -> tuple[Int32s, list[int], tuple[SampleLogprobs | None, ...] | None]:
+        """End what failed; rows, tokens and log-probabilities of the samples that are left."""
+        rows, logprobs = self._plan.sample_rows, output.logprobs
+        refused = self._fail_rows(output.failed)
+        outside = [not 0 <= token < self._vocab_size for token in ids]
+        refused |= self._fail_samples(rows[outside])
+        kept = [i for i, row in enumerate(rows.tolist()) if row not in refused]
+        return rows[kept], [ids[i] for i in kept], None if logprobs is None else tuple(logprobs[i] for i in kept)
 
     def _publish(self, plan: Plan) -> None:
         batch = self.batch
-        due = plan.rows[plan.after >= batch.publish_at[plan.index]]
-        for row in due.tolist():
+        due = plan.after >= batch.publish_at[plan.index]
+        for row in plan.rows[due].tolist() if np.count_nonzero(due) else ():
             sequence = batch.sequences[row]
             if sequence is None or sequence.table is None:
                 continue
             table = sequence.table
             changes = self.manager.publish(table, sequence.tokens, int(batch.computed[row]), self.step)
             self._changes.note(row, changes)
-            batch.publish_at[row] = self._next_publication(table)
+            batch.publish_at[row] = self._next_publication(table, 1 if row in batch.prefilling else DECODED_RUN)
         for parent_row, child_row in plan.forks:
             parent, child = batch.sequences[parent_row], batch.sequences[child_row]
             if parent is not None and parent.table and child is not None and child.table:
                 self._changes.note(child_row, self.manager.follow(child.table, parent.table))
                 batch.publish_at[child_row] = self._next_publication(child.table)
 
-    def _next_publication(self, table: BlockTable) -> int:
-        return NEVER if table.detached else (table.num_published + 1) * self.manager.block_size
+    def _next_publication(self, table: BlockTable, num_blocks: int = 1) -> int:
+        return NEVER if table.detached else (table.num_published + num_blocks) * self.manager.block_size
 
     # ------------------------------------------------------------------ endings
 
-    def _finish_outputs(self, rows: Int32s, index: Index, tokens: Int32s, known: Int32s) -> None:
+    def _finish_outputs(self, rows: Int32s, index: Index, ids: list[int]) -> None:
+        """End what has come to its end with the tokens ``ids``."""
         batch = self.batch
-        stopped = self._is_eos[tokens] & batch.uses_eos[index]
-        if batch.num_own_stops:
-            for i in np.flatnonzero(batch.own_stops[index]).tolist():
-                sequence = batch.sequences[rows[i]]
-                assert sequence is not None
-                stopped[i] |= int(tokens[i]) in sequence.sampling.stop_token_ids
-        if np.count_nonzero(stopped):
-            stopped &= known > batch.stop_after[index]
-        ended = stopped | (known >= batch.max_total[index])
-        for i in np.flatnonzero(ended).tolist():
+        computed = batch.computed[index]
+        full = computed >= batch.end_at[index]
+        may_stop = batch.num_own_stops or not self._eos.isdisjoint(ids)
+        if not may_stop and not np.count_nonzero(full):
+            return
+        stopped = self._is_eos[ids] & batch.uses_eos[index]
+        for i in np.flatnonzero(batch.own_stops[index]).tolist():
             sequence = batch.sequences[rows[i]]
             assert sequence is not None
-            self._end(sequence, Ending("stop", stop_token=int(tokens[i])) if stopped[i] else Ending("length"))
+            stopped[i] |= ids[i] in sequence.sampling.stop_token_ids
+        stopped &= computed >= batch.stops_from[index]
+        for i in np.flatnonzero(stopped | full).tolist():
+            sequence = batch.sequences[rows[i]]
+            assert sequence is not None
+            self._end(sequence, Ending("stop", stop_token=ids[i]) if stopped[i] else Ending("length"))
 
     def _fail_rows(self, failed: tuple[int, ...]) -> set[int]:
         """Numerical failure: what these rows' requests computed is unpublished, and they end in error."""
@@ -284,11 +298,11 @@ class Scheduler:
     def _make_room(self) -> None:
         """Slots and memory for the next sequence, at the cost of a running one of a strictly worse class."""
         batch = self.batch
-        if not len(batch):
+        if not len(self.waiting) or not len(batch):
             return
         worst = batch.order[-1].request.priority_class
         may_be_unfair = not batch.num_free_rows and len(self.tenants) > 2
-        if not len(self.waiting) or not (may_be_unfair or self.waiting.best_class() < worst):
+        if not (may_be_unfair or self.waiting.best_class() < worst):
             return
         head = self.waiting.first(self.step)
         if head is None:
@@ -320,9 +334,9 @@ class Scheduler:
     def _num_cached(self, sequence: Sequence) -> int:
         return self._match(sequence).num_tokens
 
-    def _in_order(self, rows: Int32s) -> list[Sequence]:
+    def _in_order(self, rows: list[int]) -> list[Sequence]:
         """The sequences of these rows, best class first, then in order of admission."""
-        found = [sequence for row in rows.tolist() if (sequence := self.batch.sequences[row]) is not None]
+        found = [sequence for row in rows if (sequence := self.batch.sequences[row]) is not None]
         return sorted(found, key=lambda s: (s.request.priority_class, s.admission))
 
     def _grow_running(self) -> None:
@@ -332,7 +346,7 @@ class Scheduler:
         needing = batch.computed[index] >= batch.capacity[index]
         if not np.count_nonzero(needing):
             return
-        for sequence in self._in_order(batch.rows()[needing]):
+        for sequence in self._in_order(batch.rows()[needing].tolist()):
             row = sequence.row
             if row < 0 or sequence.table is None:
                 continue  # a victim of one before it
@@ -349,7 +363,7 @@ class Scheduler:
 
     # ------------------------------------------------------------------ prefill
 
-    def _prefill(self, chunked: Int32s, num_decodes: int) -> None:
+    def _prefill(self, chunked: list[int], num_decodes: int) -> None:
         """Chunks of the rows ``chunked`` and of waiting sequences, within the step's budget."""
         batch, tokens, served = self.batch, self._config.max_num_batched_tokens - num_decodes, frozenset[int]()
         several = self.tenants.num_present > 1
@@ -359,10 +373,12 @@ class Scheduler:
         if several:
             served = frozenset(batch.tenants[batch.index()].tolist())
         budget = PrefillBudget(tokens, served)
-        if len(chunked):
+        if chunked:
             if len(self.waiting):
                 # Whoever has been served less than those in the middle of their prefill goes before them.
-                self._admit_waiting(budget, float(self.tenants.counters[batch.tenants[chunked]].min()))
+                self._admit_waiting(
+                    budget, min(self.tenants.counters[tenant] for tenant in batch.tenants[chunked].tolist())
+                )
             for sequence in self._in_order(chunked):
                 self._run_chunk(sequence, budget)
         if len(self.waiting):

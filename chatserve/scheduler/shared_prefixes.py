@@ -26,7 +26,7 @@ class SharedPrefixes:
     def __init__(self, max_num_seqs: int) -> None:
         self._tables: Int32s = np.zeros((max_num_seqs, _FIRST_CAPACITY), np.int32)
         self._lengths = [0] * max_num_seqs
-        self._pending: list[list[int]] = []
+        self._pending: list[tuple[int, int, int]] = []
         self._rows: Int32s = np.empty(0, np.int32)
         self._runs: SharedRuns | None = None
         self._stale = True
@@ -40,7 +40,7 @@ class SharedPrefixes:
         self._lengths[sequence.row] = len(blocks)
         self._stale = True
 
-    def change(self, changes: list[list[int]]) -> None:
+    def change(self, changes: list[tuple[int, int, int]]) -> None:
         """Blocks of tables have changed: (row, index, block) each, in this order."""
         lengths = self._lengths
         for row, index, _ in changes:
@@ -59,8 +59,10 @@ class SharedPrefixes:
         Args:
             computed: [n], tokens of those rows in the cache; only blocks full of them are shared.
         """
-        if self._stale or (rows is not self._rows and not np.array_equal(rows, self._rows)):
-            self._rows = rows
+        if rows is not self._rows:
+            self._stale = self._stale or not np.array_equal(rows, self._rows)
+            self._rows = rows  # mostly the same object again, and comparing those costs nothing
+        if self._stale:
             self._runs, limited = self._find(rows, computed // block_size)
             # Where the cache was the limit and not the tables, there may be more to share in the next step.
             self._stale = limited

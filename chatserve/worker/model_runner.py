@@ -62,12 +62,15 @@ class ModelRunner:
     def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
         """Apply a plan in the order of its fields."""
         if plan.freed_rows:
-            for row in _int32(plan.freed_rows).tolist():
+            for row in _ints(plan.freed_rows):
                 self._sampler.free(row)
         for sequence in plan.new_sequences:
             self._place(sequence)
-        if plan.table_rows:
-            self._block_tables[_int32(plan.table_rows), _int32(plan.table_indices)] = _int32(plan.table_blocks)
+        # Few as a rule, and numpy's way to write many costs more than these: see `scheduler.batch`.
+        for row, index, block in zip(
+            *map(_ints, (plan.table_rows, plan.table_indices, plan.table_blocks)), strict=True
+        ):
+            self._block_tables[row, index] = block
         if plan.clears:
             self.kv_cache[torch.from_numpy(int64(plan.clears))] = 0.0
         if plan.host_clears:
@@ -95,7 +98,7 @@ class ModelRunner:
         result = self._model.run(batch, self.kv_cache)
         if not plan.sample_sources:
             return ModelRunnerOutput(b"", result.failed)
-        samples = self._sampler.sample(result, _int32(plan.sample_rows))
+        samples = self._sampler.sample(result, plan.sample_rows)
         return ModelRunnerOutput(samples.tokens.tobytes(), result.failed, samples.logprobs)
 
 
@@ -126,6 +129,10 @@ def _move_blocks(source: Tensor, destination: Tensor, pairs: bytes) -> None:
     there, here = (tier.view(torch.uint8).numpy() for tier in (source, destination))
     for block, target in _int32(pairs).reshape(-1, 2).tolist():
         here[target] = there[block]
+
+
+def _ints(data: bytes) -> memoryview[int]:
+    return memoryview(data).cast("i")
 
 
 def _int32(data: bytes) -> npt.NDArray[np.int32]:

@@ -1,14 +1,14 @@
 """Chooses one token per row of logits.
 
 `Sampler` keeps what sampling must know about every row of the batch, in columns, so that a step costs the same few
-vector operations however many rows it has; only rows with special wishes have an object of their own. Knows logits and
-sampling parameters; knows no caches or text. Every row is treated on its own: neither its neighbours nor their options
-change its choice. `chatserve.worker.model_runner` is the caller.
+vector operations however many rows it has; only rows with special wishes have an object of their own. As the rows of
+one step are mostly those of the last, what they have in common is kept. Knows logits and sampling parameters; knows no
+caches or text. Every row is treated on its own: neither its neighbours nor their options change its choice.
+`chatserve.worker.model_runner` is the caller.
 """
 
 from __future__ import annotations
 
-from enum import IntEnum
 from typing import NamedTuple
 
 import numpy as np
@@ -24,6 +24,8 @@ from chatserve.worker.special_row import SpecialRow
 # Below this temperature the softmax is one-hot but for exact ties, so the row is greedy.
 _GREEDY_TEMPERATURE = 1e-5
 
+_ONE = np.uint64(1)
+
 Int32s = npt.NDArray[np.int32]
 
 
@@ -31,7 +33,7 @@ class Samples(NamedTuple):
     """Result of one `Sampler.sample` call.
 
     Attributes:
-        tokens: int32 [s], the chosen ids.
+        tokens: int32 [s], the chosen ids; may be overwritten by the next step.
         logprobs: one entry per row, or ``None`` where no row asked.
     """
 
@@ -39,32 +41,57 @@ class Samples(NamedTuple):
     logprobs: tuple[SampleLogprobs | None, ...] | None
 
 
-class _Kind(IntEnum):
-    """What a row wants, by how much there is to do for it."""
+class _Group:
+    """Rows that are sampled together, and what of that stays the same while none of them changes.
 
-    ABSENT = 0
-    BEST = 1  # the largest of its logits
-    DRAWN = 2
-    SPECIAL = 3  # greedy or drawn, with a `SpecialRow`
+    Attributes:
+        row_bytes: int32 [s], the rows.
+        drawn, drawn_rows: those that are not greedy, as indices into the rows and as rows; ``logits_rows``, ``options``
+            and ``seeds`` are theirs, as `Draws` has them.
+        special: (index into the rows, row, wishes) of those that have some.
+    """
+
+    __slots__ = ("drawn", "drawn_rows", "logits_rows", "options", "row_bytes", "seeds", "special")
+
+    def __init__(self, sampler: Sampler, row_bytes: bytes) -> None:
+        rows = np.frombuffer(row_bytes, "<i4")
+        present = sampler.present[rows]
+        if not present.all():
+            raise RuntimeError(f"The plan samples for row {rows[present.argmin()]}, which holds no sequence.")
+        self.row_bytes = row_bytes
+        self.drawn = np.flatnonzero(~sampler.greedy[rows])
+        self.drawn_rows = rows[self.drawn]
+        self.logits_rows = self.drawn.tobytes()
+        self.options = sampler.options[self.drawn_rows].tobytes()
+        self.seeds = sampler.seeds[self.drawn_rows].tobytes()
+        special = sampler.special
+        self.special = [(i, row, special[row]) for i, row in enumerate(rows.tolist()) if row in special]
 
 
 class Sampler:
     """Sampling state by row of the persistent batch.
+
+    Attributes:
+        present, greedy (bool): the row holds a sequence; its tokens are the best ones.
+        options (float64 [rows, 4]), seeds (uint64), positions (uint64): what tokens are drawn with, as `Draws` has it;
+            positions only of rows that are not greedy.
+        special: rows with further wishes.
 
     Args:
         eos_token_ids: the model's own end tokens, for ``min_tokens``.
     """
 
     def __init__(self, max_num_seqs: int, vocab_size: int, eos_token_ids: tuple[int, ...], backend: Backend) -> None:
+        self.present = np.zeros(max_num_seqs, np.bool_)
+        self.greedy = np.zeros(max_num_seqs, np.bool_)
+        self.options = np.zeros((max_num_seqs, 4), np.float64)
+        self.seeds = np.zeros(max_num_seqs, np.uint64)
+        self.positions = np.zeros(max_num_seqs, np.uint64)
+        self.special: dict[int, SpecialRow] = {}
         self._vocab_size = vocab_size
         self._eos_token_ids = eos_token_ids
         self._backend = backend
-        self._kinds = np.zeros(max_num_seqs, np.uint8)
-        self._greedy = np.zeros(max_num_seqs, np.bool_)
-        self._options = np.zeros((max_num_seqs, 4), np.float64)  # `draw_options`
-        self._seeds = np.zeros(max_num_seqs, np.uint64)
-        self._positions = np.zeros(max_num_seqs, np.uint64)  # output tokens so far, of rows that are not BEST
-        self._special: dict[int, SpecialRow] = {}
+        self._group: _Group | None = None  # of the last step, if no row has changed since
 
     def place(self, row: int, params: SamplingParams, token_ids: Int32s, num_prompt_tokens: int) -> None:
         """A sequence appears in ``row``.
@@ -73,72 +100,55 @@ class Sampler:
             params: of this one choice; ``seed`` is set.
             token_ids: all known tokens, prompt first.
         """
-        self._greedy[row] = params.temperature < _GREEDY_TEMPERATURE
-        self._options[row] = np.frombuffer(
-            draw_options(params.temperature, params.min_p, params.top_k, params.top_p), np.float64
-        )
-        self._seeds[row] = params.seed or 0
-        self._positions[row] = len(token_ids) - num_prompt_tokens
+        self.free(row)
+        self.present[row] = True
+        self.greedy[row] = params.temperature < _GREEDY_TEMPERATURE
+        options = draw_options(params.temperature, params.min_p, params.top_k, params.top_p)
+        self.options[row] = np.frombuffer(options, np.float64)
+        self.seeds[row] = params.seed or 0
+        self.positions[row] = len(token_ids) - num_prompt_tokens
         special = SpecialRow(params, token_ids, num_prompt_tokens, self._vocab_size, self._eos_token_ids)
-        if special.is_over:
-            self._become_ordinary(row)
-        else:
-            self._special[row] = special
-            self._kinds[row] = _Kind.SPECIAL
+        if not special.is_over:
+            self.special[row] = special
 
     def free(self, row: int) -> None:
-        """The sequence of ``row`` is gone."""
-        self._special.pop(row, None)
-        self._kinds[row] = _Kind.ABSENT
+        """The sequence of ``row``, if it holds one, is gone."""
+        self.present[row] = False
+        self.special.pop(row, None)
+        self._group = None
 
-    def _become_ordinary(self, row: int) -> None:
-        self._special.pop(row, None)
-        self._kinds[row] = _Kind.BEST if self._greedy[row] else _Kind.DRAWN
-
-    def sample(self, step: StepLogits, rows: Int32s) -> Samples:
-        """Choose one more token for each of ``rows`` [s], and note that they have it.
+    def sample(self, step: StepLogits, rows: bytes) -> Samples:
+        """Choose one more token for each of ``rows``, int32 [s], and note that they have it.
 
         Raises:
             RuntimeError: a row holds no sequence.
         """
-        kinds = self._kinds[rows]
-        if kinds.min() == _Kind.ABSENT:
-            raise RuntimeError(f"The plan samples for row {rows[kinds.argmin()]}, which holds no sequence.")
-        most = kinds.max()
-        if most == _Kind.BEST:
-            return Samples(step.best.astype(np.int32), None)
-        special: list[tuple[int, int, SpecialRow]] = []
-        if most == _Kind.SPECIAL:
-            special = [(i, row, self._special[row]) for i, row in enumerate(rows.tolist()) if row in self._special]
-        logits = _adjusted(step, special)
-        best = step.best if logits is step.room else self._backend.argmax(logits).numpy()
-        tokens = best.astype(np.int32)
-        drawn = np.flatnonzero(~self._greedy[rows])
-        if len(drawn):
-            tokens[drawn] = self._backend.draw(logits, self._draws(rows[drawn], drawn))
-        self._positions[rows] += np.uint64(1)
-        logprobs = None
-        if special:
-            logprobs = _logprobs(step, tokens, special)
-            for i, row, state in special:
-                state.append(int(tokens[i]))
-                if state.is_over:
-                    self._become_ordinary(row)
+        group = self._group
+        if group is None or rows != group.row_bytes:
+            self._group = group = _Group(self, rows)
+        logits = _adjusted(step, group) if group.special else step.room
+        tokens = step.best if logits is step.room else self._backend.argmax(logits).numpy()
+        if len(group.drawn):
+            tokens = tokens.copy()
+            positions = self.positions[group.drawn_rows]
+            draws = Draws(group.logits_rows, group.options, group.seeds, positions.tobytes())
+            tokens[group.drawn] = self._backend.draw(logits, draws)
+            self.positions[group.drawn_rows] = positions + _ONE
+        if not group.special:
+            return Samples(tokens, None)
+        logprobs = _logprobs(step, tokens, group)
+        for i, row, state in group.special:
+            state.append(int(tokens[i]))
+            if state.is_over:
+                del self.special[row]
+                self._group = None
         return Samples(tokens, logprobs)
 
-    def _draws(self, rows: Int32s, of_logits: npt.NDArray[np.int64]) -> Draws:
-        return Draws(
-            rows=of_logits.tobytes(),
-            options=self._options[rows].tobytes(),
-            seeds=self._seeds[rows].tobytes(),
-            positions=self._positions[rows].tobytes(),
-        )
 
-
-def _adjusted(step: StepLogits, special: list[tuple[int, int, SpecialRow]]) -> Tensor:
+def _adjusted(step: StepLogits, group: _Group) -> Tensor:
     """Logits after penalties, biases and stop-token masks, float32 [s or more, vocabulary]; ``step.room`` itself where
     no row has any."""
-    changing = [(i, state) for i, _, state in special if state.adjusts]
+    changing = [(i, state) for i, _, state in group.special if state.adjusts]
     if not changing:
         return step.room
     logits = step.logits.clone()
@@ -147,11 +157,9 @@ def _adjusted(step: StepLogits, special: list[tuple[int, int, SpecialRow]]) -> T
     return logits
 
 
-def _logprobs(
-    step: StepLogits, tokens: Int32s, special: list[tuple[int, int, SpecialRow]]
-) -> tuple[SampleLogprobs | None, ...] | None:
+def _logprobs(step: StepLogits, tokens: Int32s, group: _Group) -> tuple[SampleLogprobs | None, ...] | None:
     """Log-probabilities under the unmodified distribution, for the rows that ask."""
-    asking = {i: state.logprobs for i, _, state in special if state.logprobs is not None}
+    asking = {i: state.logprobs for i, _, state in group.special if state.logprobs is not None}
     if not asking:
         return None
     entries: list[SampleLogprobs | None] = [None] * len(tokens)

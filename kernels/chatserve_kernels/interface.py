@@ -67,13 +67,13 @@ class StepLogits(NamedTuple):
 
     Attributes:
         room: float32 [s or more, vocabulary]: see `logits`.
-        best: int64 [s], the largest of each row of logits, the first of equals.
+        best: int32 [s], the largest of each row of logits, the first of equals.
         failed: sequences of which anything that was computed was not finite. Their slots were zeroed, unless only
             their logits were not.
     """
 
     room: Tensor
-    best: npt.NDArray[np.int64]
+    best: npt.NDArray[np.int32]
     failed: tuple[int, ...]
 
     @property
@@ -240,7 +240,7 @@ class Backend(Protocol):
             x: float32 [s, V], contiguous.
 
         Returns:
-            int64 [s].
+            int32 [s].
         """
         ...
 

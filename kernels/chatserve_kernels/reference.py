@@ -77,7 +77,7 @@ class ReferenceBackend:
     def argmax(self, x: Tensor) -> Tensor:
         nan = x.isnan()
         best = torch.where(nan.any(-1, keepdim=True), nan, x == x.amax(-1, keepdim=True))
-        return torch.where(best, torch.arange(x.shape[1]), x.shape[1]).amin(-1)
+        return torch.where(best, torch.arange(x.shape[1]), x.shape[1]).amin(-1).int()
 
     def draw(self, logits: Tensor, draws: Draws) -> list[int]:
         rows, options, uniform = draws.arrays()

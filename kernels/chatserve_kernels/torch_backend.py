@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import weakref
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -56,7 +57,7 @@ class TorchBackend:
 
     def argmax(self, x: Tensor) -> Tensor:
         # numpy's is vectorised along a row, torch's is not (15 times slower).
-        return torch.from_numpy(x.numpy().argmax(-1))
+        return torch.from_numpy(x.numpy().argmax(-1).astype(np.int32))
 
     def draw(self, logits: Tensor, draws: Draws) -> list[int]:
         return torch_draw.draw(logits, draws)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
-
 from chatserve.engine.protocol import SetTenant
 from chatserve.scheduler.fairness import OUTPUT_COST, PROMPT_COST, Tenants
 from chatserve.scope import Scope
@@ -153,7 +151,7 @@ def test_the_lift_takes_the_lowest_of_the_active() -> None:
     for each in (a, b):
         tenants.arrive(each)
     tenants.charge_computed(a, 100)
-    tenants.charge_generated(np.array([b, b], np.int32))
+    tenants.charge_generated({b: 2})
     for _ in range(3):
         tenants.arrive(c)
         assert tenants.counters[c] == tenants.counters[b] - PROMPT_COST == 2 * OUTPUT_COST - PROMPT_COST

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from chatserve.scheduler.invariants import check_scheduler
+from chatserve.scheduler.scheduler import DECODED_RUN
 from chatserve.scope import Scope
 from tests.harness import Harness, numbers
 
@@ -62,6 +63,26 @@ def test_a_second_conversation_reuses_the_system_prompt_to_the_token() -> None:
         engine.expect(second)
         # While the first is running only its whole blocks are published.
         assert second.cached == (70 if first_done else 64)
+
+
+def test_an_answer_shows_itself_in_runs_while_it_decodes_and_whole_when_it_ends() -> None:
+    """Whatever its length, it lags behind by less than a run of blocks and one; preempted or ended, by nothing."""
+    for length in range(8, 40):
+        engine = Harness()
+        first = engine.submit(numbers(0, 9), 200)
+        while len(first.tokens[0]) < length:
+            engine.step()
+        asked = [*first.prompt, *first.tokens[0], 5]
+        running = engine.submit(asked, 1)
+        engine.run(running)
+        assert running.cached is not None
+        assert len(asked) - running.cached <= DECODED_RUN * 4 + 4
+        engine.preempt(first)
+        after = engine.ask([*asked, 6], 1)
+        assert after.cached is not None
+        assert after.cached >= len(asked) - 1
+        engine.run(first)
+        engine.expect(first)
 
 
 def test_the_next_turn_reuses_the_whole_last_turn() -> None:

@@ -118,7 +118,7 @@ class NativeBackend:
         return self._torch.silu_mul(gate_up)
 
     def argmax(self, x: Tensor) -> Tensor:
-        best = torch.empty(len(x), dtype=torch.int64)
+        best = torch.empty(len(x), dtype=torch.int32)
         self.library.call("cs_argmax", address(x), len(x), x.shape[1], address(best))
         return best
 

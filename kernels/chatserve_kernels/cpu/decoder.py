@@ -86,7 +86,7 @@ class NativeDecoder:
         self._tables: npt.NDArray[np.int64] | None = None
         self._logits, self._best, self._finite = (
             torch.empty(0, head.outputs),
-            np.empty(0, np.int64),
+            np.empty(0, np.int32),
             np.empty(0, np.bool_),
         )
         self._keep: list[object] = [cos, sin, embedding, final_norm]
@@ -155,7 +155,7 @@ class NativeDecoder:
         if num_samples > len(self._best):
             samples = max(num_samples, 2 * len(self._best))
             self._logits = torch.empty(samples, self._logits.shape[1])
-            self._best = np.empty(samples, dtype=np.int64)
+            self._best = np.empty(samples, dtype=np.int32)
             self._memory.logits, self._memory.best = self._logits.data_ptr(), self._best.ctypes.data
         if num_sequences > len(self._finite):
             self._finite = np.empty(max(num_sequences, 2 * len(self._finite)), dtype=np.bool_)

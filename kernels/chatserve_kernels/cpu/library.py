@@ -16,7 +16,7 @@ from typing import ClassVar
 from chatserve_kernels.cpu.build import BuildError
 from chatserve_kernels.interface import Draws, SharedRuns, StepBatch
 
-ABI_VERSION = 7
+ABI_VERSION = 8
 
 
 class LinearStruct(Structure):

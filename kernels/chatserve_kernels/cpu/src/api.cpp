@@ -27,7 +27,7 @@ int guarded(const F& body) {
 
 extern "C" {
 
-CS_EXPORT int cs_abi_version() { return 7; }
+CS_EXPORT int cs_abi_version() { return 8; }
 
 CS_EXPORT Context* cs_create(int threads, int fixed) {
 #if defined(CS_AMX)
@@ -93,7 +93,7 @@ CS_EXPORT int64_t cs_run(Context* context, const cs::Network* network, const cs:
   return status == 0 ? failed : -1;
 }
 
-CS_EXPORT int cs_argmax(Context* context, const float* x, int64_t rows, int64_t columns, int64_t* best) {
+CS_EXPORT int cs_argmax(Context* context, const float* x, int64_t rows, int64_t columns, int32_t* best) {
   return guarded([&] { cs::argmax(context->pool, x, rows, columns, best); });
 }
 

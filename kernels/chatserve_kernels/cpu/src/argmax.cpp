@@ -38,8 +38,8 @@ int64_t argmax(const float* x, int64_t columns) {
 
 }  // namespace
 
-void argmax(ThreadPool& pool, const float* x, int64_t rows, int64_t columns, int64_t* best) {
-  pool.run(int(rows), [&](int row) { best[row] = argmax(x + row * columns, columns); });
+void argmax(ThreadPool& pool, const float* x, int64_t rows, int64_t columns, int32_t* best) {
+  pool.run(int(rows), [&](int row) { best[row] = int32_t(argmax(x + row * columns, columns)); });
 }
 
 }  // namespace cs

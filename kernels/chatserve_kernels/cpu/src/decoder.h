@@ -38,7 +38,7 @@ struct StepMemory {
   Paged paged;      // but for the sequences and what follows from them
   uint8_t* finite;  // [sequences] out
   float* logits;    // [num_samples][vocabulary] out; zeros where they are not finite
-  int64_t* best;    // [num_samples] out, the largest logit
+  int32_t* best;    // [num_samples] out, the largest logit
 };
 
 // One step's ragged batch as the scheduler says it.
