@@ -160,7 +160,7 @@ class RadixTree:
         node = self._node_at(prefix)
         offset = len(prefix) - node.start
         if offset == node.length and node.scope == scopes[-1] and not node.ordered:
-            # A sequence that decodes: its own leaf grows by a block.
+            # A sequence that decodes: its own leaf grows.
             self._extend(node, tokens, blocks)
             self._touch(node, now)
             return blocks

@@ -41,8 +41,16 @@ class Decode:
     """
 
     __slots__ = (
-        *("choices", "index", "num_new", "request_ids", "row_bytes", "rows", "sources"),
-        *("tenants", "token_ids", "tokens"),
+        "choices",
+        "index",
+        "num_new",
+        "request_ids",
+        "row_bytes",
+        "rows",
+        "sources",
+        "tenants",
+        "token_ids",
+        "tokens",
     )
 
     def __init__(self, batch: Batch) -> None:
@@ -67,7 +75,7 @@ class Batch:
     Columns (int32 unless said otherwise), meaningful where ``sequences[row]`` is set:
         computed: tokens whose KV is in the cache. A row that decodes knows one more.
         capacity: tokens that may be computed before the block table must change.
-        publish_at: computed tokens at which the next whole block is due for publication; NEVER if none is.
+        publish_at: computed tokens at which the next whole blocks are due for publication; NEVER if none are.
         end_at: computed tokens at which the output ends for length.
         stops_from: computed tokens from which on stop tokens count.
         uses_eos (bool): the model's end tokens end this output.

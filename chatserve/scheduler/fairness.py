@@ -88,8 +88,8 @@ class Tenants:
         """
         if not self.num_active[tenant]:
             active = [self.counters[i] for i, count in enumerate(self.num_active) if count]
-            if active:
-                self.counters[tenant] = max(self.counters[tenant], min(active) - PROMPT_COST)
+            if active and self.counters[tenant] < min(active) - PROMPT_COST:
+                self.counters[tenant] = min(active) - PROMPT_COST
                 self._changed.add(tenant)
             self.num_present += 1
         self.num_active[tenant] += 1

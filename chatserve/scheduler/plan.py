@@ -49,7 +49,7 @@ class Plan:
     Attributes:
         rows, after: int32 [n]; rows that run, and their computed tokens afterwards.
         sample_rows: int32 [s]; rows that get a token.
-        index, sample_index: the same rows for indexing columns of the batch.
+        index: ``rows`` for indexing columns of the batch.
         decode: set where all rows of the batch run and decode.
         forks: (parent row, child row) pairs of this step.
     """
@@ -60,7 +60,6 @@ class Plan:
         self.after: Int32s = empty
         self.sample_rows: Int32s = empty
         self.index: Index = empty
-        self.sample_index: Index = empty
         self.decode: Decode | None = None
         self.forks: list[tuple[int, int]] = []
         self._new: list[NewSequence] = []
@@ -96,7 +95,7 @@ class Plan:
         if not self._chunk_rows and decodes is batch.rows() and len(decodes):
             self.decode = decode = batch.decode()
             self.rows = self.sample_rows = decode.rows
-            self.index = self.sample_index = decode.index
+            self.index = decode.index
             rows = sample_rows = decode.row_bytes
             num_new, sources = decode.num_new, decode.sources
             computed = batch.computed[decode.index]
@@ -115,7 +114,6 @@ class Plan:
                 forked = np.array([(index_of[parent], child) for parent, child in self.forks], np.int32)
                 sampled = np.concatenate((sampled, forked[:, 0]))
                 self.sample_rows = np.concatenate((self.sample_rows, forked[:, 1]))
-            self.sample_index = self.sample_rows
             rows, sample_rows = self.rows.tobytes(), self.sample_rows.tobytes()
             num_new, sources = sizes.tobytes(), sampled.tobytes()
             last_tokens = array("i", [batch.tokens[row][-1] for row in decodes.tolist()])

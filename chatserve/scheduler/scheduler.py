@@ -109,8 +109,7 @@ class Scheduler:
             output = "no room for output" if wanted is None else f"{wanted} output tokens"
             raise ContextLengthError(
                 f"The prompt has {request.num_prompt} tokens and {output} asked for, {total} in all; "
-                f"at most {limit} fit here. Shorten the prompt or lower max_tokens.",
-                param="max_tokens",
+                f"at most {limit} fit here. Shorten the prompt or ask for fewer tokens."
             )
         request.max_total = limit if wanted is None else total
         self.waiting.push(self.requests.open(request, self.step))

@@ -81,7 +81,7 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     flex: bool = False
     patience: float | None = None
     continues_prompt: bool = False
-    prompt_field: str = "prompt"
+    prompt_field: str | None = "prompt"
     max_tokens_field: str = "max_tokens"
 
 

@@ -212,7 +212,7 @@ class GenerationService:
         self._check_length(request)
         self.refuse_unknown_tokens(request.prompt_ids, request.prompt_field)
 
-    def refuse_unknown_tokens(self, token_ids: bytes, param: str) -> None:
+    def refuse_unknown_tokens(self, token_ids: bytes, param: str | None) -> None:
         """Raise `InvalidRequestError` where a token (int32) has no embedding: tokenizers may know more than models."""
         limit = self.engine_info().vocab_size
         if self.tokenizer.vocab_size <= limit:

@@ -87,11 +87,7 @@ class PrefixRegistry:
             await self._engine.publish(self._render(prefix), self._scopes(prefix), withdraw=True)
 
     async def _pin(self, prefix: PublishedPrefix) -> None:
-        try:
-            tokens = self._render(prefix)
-        except InvalidRequestError as error:
-            error.param = error.param and "text"  # what is said of `messages` is of the text here
-            raise
+        tokens = self._render(prefix)
         self._service.refuse_unknown_tokens(tokens, "text")
         reply = await self._engine.publish(tokens, self._scopes(prefix))
         prefix.num_tokens, prefix.num_blocks, prefix.error = reply.num_tokens, reply.num_blocks, reply.error_message
@@ -99,10 +95,14 @@ class PrefixRegistry:
     def _render(self, prefix: PublishedPrefix) -> bytes:
         """The tokens that renderings with different continuations have in common (int32)."""
         system = ChatMessage(role="system", content=prefix.text)
-        one, two = (
-            self._service.template.render([system, ChatMessage(role="user", content=text)]).token_ids
-            for text in ("alpha", "Ωmega 7")
-        )
+        try:
+            one, two = (
+                self._service.template.render([system, ChatMessage(role="user", content=text)]).token_ids
+                for text in ("alpha", "Ωmega 7")
+            )
+        except InvalidRequestError as error:
+            error.param = error.param and "text"  # what is said of `messages` is of the text here
+            raise
         common = 0
         while common < min(len(one), len(two)) and one[common : common + 4] == two[common : common + 4]:
             common += 4

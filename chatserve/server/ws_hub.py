@@ -178,10 +178,12 @@ class ChatHub:
         scopes = context.scopes_for(principal, params.cache_salt)
         history, new = await self._prompt(principal.tenant, command)
         chat = [ChatMessage(m.role, m.content, token_ids=m.token_ids) for m in (*history, *new)]
+        # What is said of a prompt is of these here, and who knows of which where there are two.
+        prompt_field = "content" if command.system is None else None
         try:
             rendered = await context.service.render_chat_off_loop(chat, scopes[-1])
         except InvalidRequestError as error:
-            error.param = error.param and "content"  # what is said of `messages` is of the conversation here
+            error.param = error.param and prompt_field
             raise
         position = context.engine.num_waiting + 1
         request = GenerationRequest(
@@ -194,7 +196,7 @@ class ChatHub:
             skip_special_tokens=params.skip_special_tokens,
             priority=params.priority,
             flex=params.flex,
-            prompt_field="content",
+            prompt_field=prompt_field,
             max_tokens_field=params.max_tokens_field,
         )
         generation = context.service.start(request)
@@ -307,12 +309,12 @@ class ChatHub:
         turn.closing.add(live.gen)
         text, token_ids = live.text(), None
         try:
-            if not turn.open_answers:
+            if failure is not None or not turn.open_answers:
                 turn.generation.cancel()
             end, token_ids = self._end_of(turn, live, text, done, reason, failure)
         except Exception:
             self._log.exception("answer_failed", generations=[live.gen])
-            end = _failed(live, internal_error())
+            end = _failed(live, failure or internal_error())
         try:
             await self._store.finish(
                 live.tenant,

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import random
 
+import pytest
+
 from chatserve.engine.protocol import TenantState
 from chatserve.scope import Scope
 from tests.harness import Harness, numbers
 
 
-def test_news_add_up_to_the_states() -> None:
+@pytest.mark.parametrize("seed", range(6))
+def test_news_add_up_to_the_states(seed: int) -> None:
     """Whoever applies every report in order knows at any moment what `states` says, new tenants included, through
     preemption, eviction by others and aborts; and nobody is reported who has not changed.
     """
-    rng, engine = random.Random(4), Harness(num_blocks=24, max_num_seqs=4)
+    rng, engine = random.Random(seed), Harness(num_blocks=24, max_num_seqs=4)
     report, known = engine.core.tenant_report, dict[str, TenantState]()
     streams, repeated = [], 0
     for step in range(600):

@@ -124,6 +124,45 @@ async def test_a_fault_inside_is_logged_and_ends_the_answer(live: LiveServer, mo
         assert (await client.ask("again"))[1] == "Hello!"
 
 
+async def test_a_fault_inside_frees_the_engine_before_the_store_is_waited_for(
+    live: LiveServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of several answers, too: nothing is computed for a turn that has failed."""
+    freed, finish = list[bool](), MemoryStore.finish
+
+    async def watched(*arguments: Any, **options: Any) -> None:
+        freed.append(live.engine.submissions[0].aborted)
+        await finish(*arguments, **options)
+
+    def explode(*_: object) -> None:
+        raise KeyError
+
+    live.engine.script = say("Hello!", hang=True)
+    monkeypatch.setattr(MemoryStore, "finish", watched)
+    monkeypatch.setattr(ChatHub, "_note_start", explode)
+    async with ws_client(live) as client:
+        ack = await client.call("chat.send", content="hi", params={"n": 2})
+        for answer in ack["gens"]:
+            await client.end_of(answer["gen"])
+    assert freed == [True, True]
+
+
+async def test_a_fault_while_a_failed_answer_ends_hides_no_failure(
+    live: LiveServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the client can do something about is what it is told."""
+
+    def explode(*_: object) -> None:
+        raise KeyError
+
+    live.engine.script = say("", reason="error", error_code="context_length_exceeded", error_message="No room.")
+    monkeypatch.setattr(ws_hub, "exact_token_ids", explode)
+    async with ws_client(live) as client:
+        ack = await client.call("chat.send", content="hi")
+        end = await client.end_of(ack["gens"][0]["gen"])
+    assert end["error"]["code"] == "context_length_exceeded"
+
+
 @pytest.mark.parametrize(
     ("owner", "name"),
     [(Generation, "choice_token_ids"), (ws_hub, "exact_token_ids"), (Stopwatch, "timings")],
@@ -388,6 +427,8 @@ async def test_params_are_those_of_a_chat_completion(live: LiveServer) -> None:
             assert "1024" in long["message"]
         private_use = "".join(map(chr, range(0xE000, 0xF900)))
         assert (await client.call("chat.send", content=private_use))["error"]["param"] == "content"
+        both = await client.call("chat.send", content="hi", system=private_use)
+        assert both["error"]["param"] is None, "which of the two is not known"
     assert len(live.engine.submissions) == 1
 
 
