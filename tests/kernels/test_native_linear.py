@@ -85,7 +85,9 @@ def test_a_poisoned_row_stays_poisoned_and_alone(lib: Library, count: int) -> No
 
 
 def test_threads_change_nothing(lib: Library) -> None:
-    """One thread and two compute the same bits, again and again: no tile is lost, computed twice or torn."""
+    """One thread, two, and more than there are cores or chunks compute the same bits, again and again: no tile is
+    lost, computed twice or torn."""
     rows = random_rows("q4_1", 320, 96)
     alone = library(lib.isa, 1)
-    check_threads(lib, pack(lib, rows), alone, pack(alone, rows))
+    for several in (lib, library(lib.isa, 3), library(lib.isa, 12)):
+        check_threads(several, pack(several, rows), alone, pack(alone, rows))

@@ -58,12 +58,12 @@ void reserve_tiles(Activation& a, int rows, int64_t inputs) {
 }
 
 // body(pair) for every pair of weight tiles, in chunks large enough to be worth a claim and small enough that nobody
-// waits long for the last one.
+// waits long for the last one; few rows are bound by memory, which likes long runs.
 template <class F>
 void for_pairs(ThreadPool& pool, const Linear& linear, const Activation& a, const F& body) {
   const int pairs = linear.pairs();
-  const int step = std::clamp(pairs / (pool.size() * 6), 1, 16);
-  pool.run((pairs + step - 1) / step, [&](int chunk) {
+  const int step = std::clamp(pairs / (pool.size() * (a.rows <= 4 ? 3 : 6)), 1, 16);
+  pool.run_ranges((pairs + step - 1) / step, [&](int chunk) {
     const int end = std::min(pairs, (chunk + 1) * step);
     const auto run = [&] {
       for (int pair = chunk * step; pair < end; ++pair) body(pair);

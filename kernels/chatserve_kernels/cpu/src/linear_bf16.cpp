@@ -227,7 +227,7 @@ void project_bf16(ThreadPool& pool, const Linear& linear, Activation& a, bool am
   const int rows_at_once = int(std::max<int64_t>(1, kRowBytes / row_bytes / (2 * kLanes))) * 2 * kLanes;
   if (rows > rows_at_once) step = int(std::clamp<int64_t>(kWeightBytes / (2 * kLanes * row_bytes), 1, step));
 #endif
-  pool.run((pairs + step - 1) / step, [&](int chunk) {
+  pool.run_ranges((pairs + step - 1) / step, [&](int chunk) {
     const int end = std::min(pairs, (chunk + 1) * step);
 #if defined(CS_AMX)
     if (amx) {
