@@ -74,9 +74,7 @@ class Scheduler:
         self._config = config
         self._max_model_len = max_model_len
         self._vocab_size = vocab_size
-        self._is_eos = np.zeros(vocab_size, np.bool_)
         self._eos = frozenset(eos_token_ids)
-        self._is_eos[list(self._eos)] = True
         self._prefill_chunk = config.long_prefill_token_threshold or prefill_chunk(prefill_tokens_per_second)
         self.tenants = Tenants()
         self.requests = RequestBook(self.tenants)
@@ -223,7 +221,7 @@ class Scheduler:
         may_stop = batch.num_own_stops or not self._eos.isdisjoint(ids)
         if not may_stop and not np.count_nonzero(full):
             return
-        stopped = self._is_eos[ids] & batch.uses_eos[index]
+        stopped = np.array([token in self._eos for token in ids], np.bool_) & batch.uses_eos[index]
         for i in np.flatnonzero(batch.own_stops[index]).tolist():
             sequence = batch.sequences[rows[i]]
             assert sequence is not None
