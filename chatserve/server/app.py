@@ -37,6 +37,7 @@ def create_app(context: ServerContext) -> Starlette:
         Route("/v1/chat/completions", ChatCompletions(context).__call__, methods=["POST"]),
         Route("/v1/completions", Completions(context).__call__, methods=["POST"]),
         Route("/v1/models", models.list, methods=["GET"]),
+        Route("/v1/models/{model:path}", models.retrieve, methods=["GET"]),
         Route("/v1/usage", OwnUsageEndpoint(context).__call__, methods=["GET"]),
         Route("/v1/cache/explain", cache.explain, methods=["POST"]),
         Route("/v1/cache", cache.purge, methods=["DELETE"]),

@@ -44,8 +44,19 @@ async def test_async_whole_and_streamed(live: LiveServer, client: openai.AsyncOp
     assert whole.usage is not None
     assert usage.prompt_tokens == whole.usage.prompt_tokens
     assert usage.prompt_tokens_details is not None
-    models = await client.models.list()
-    assert [model.id for model in models.data] == ["tiny"]
+
+
+@pytest.mark.asyncio
+async def test_models(live: LiveServer, client: openai.AsyncOpenAI) -> None:
+    """The served model is listed and found by its name; another is refused by name, whatever slashes it holds."""
+    (listed,) = (await client.models.list()).data
+    assert listed.id == "tiny"
+    assert await client.models.retrieve("tiny") == listed
+    for other in ("gpt-4", "org/tiny", "tiny/"):
+        with pytest.raises(openai.NotFoundError, match=f"'{other}' is not served here") as caught:
+            await client.models.retrieve(other)
+        assert (caught.value.code, caught.value.param) == ("model_not_found", "model")
+    assert (await live.get("/v1/models/org/tiny")).error["code"] == "model_not_found"
 
 
 @pytest.mark.asyncio

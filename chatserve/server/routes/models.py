@@ -1,4 +1,4 @@
-"""``GET /v1/models``, ``POST /tokenize`` and ``POST /detokenize``."""
+"""``GET /v1/models``, ``GET /v1/models/{model}``, ``POST /tokenize`` and ``POST /detokenize``."""
 
 from __future__ import annotations
 
@@ -30,11 +30,20 @@ class Models:
         self._context = context
 
     async def list(self, _: Request) -> Response:
-        """The one model that is served; ``max_model_len`` is null while it loads."""
+        """The one model that is served."""
+        return json_response(ModelList([self._card()]))
+
+    async def retrieve(self, request: Request) -> Response:
+        """The model of that name; names may hold slashes, escaped or not."""
+        check_model(request.path_params["model"], self._context.model_name)
+        return json_response(self._card())
+
+    def _card(self) -> ModelCard:
+        """The served model; ``max_model_len`` is null while it loads."""
         context = self._context
         length = context.service.context_length() if context.engine.ready else None
         name = context.model_name
-        return json_response(ModelList([ModelCard(id=name, created=context.created, root=name, max_model_len=length)]))
+        return ModelCard(id=name, created=context.created, root=name, max_model_len=length)
 
     async def tokenize(self, request: Request) -> Response:
         """vLLM's: the ids of a text, or of a conversation as the model would see it."""
