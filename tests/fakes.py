@@ -20,6 +20,7 @@ from chatserve.engine.protocol import (
     EngineInfo,
     EngineState,
     EngineStats,
+    ExplainReply,
     Finished,
     FinishReason,
     PurgeReply,
@@ -242,6 +243,9 @@ class FakeEngineClient:
     async def purge(self, tenant: str) -> PurgeReply:
         self.purged.append(tenant)
         return PurgeReply(0, 0, 0)
+
+    async def explain(self, prompt: bytes, scopes: tuple[Scope, ...]) -> ExplainReply:
+        return ExplainReply(0, len(prompt) // 4, 0, 0, "never_seen")
 
     def count(self, tenant: str, *, prompt: int = 0, cached: int = 0, generated: int = 0, blocks: int = 0) -> None:
         """Add to a tenant's counters and report them, as the engine does."""

@@ -8,10 +8,11 @@ What happens to an accepted request in between is `chatserve.server.generation`'
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import secrets
 import time
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Literal
 
 import msgspec
@@ -113,8 +114,18 @@ class GenerationService:
 
     def check_tenant(self, principal: Principal) -> None:
         """Refuse early, before a prompt is rendered, what the tenant's limits will certainly refuse; see `start`."""
-        try:
+        with self._counting_refusals():
             self.tenants.check(principal.tenant)
+
+    def count_request(self, principal: Principal) -> None:
+        """Count a request that works without generating; raises `RateLimitError` where that is one too many."""
+        with self._counting_refusals():
+            self.tenants.count_request(principal.tenant)
+
+    @contextlib.contextmanager
+    def _counting_refusals(self) -> Iterator[None]:
+        try:
+            yield
         except (RateLimitError, QueueFullError) as error:
             self.metrics.rejections[error.code] += 1
             raise
@@ -138,12 +149,9 @@ class GenerationService:
         for request in requests:
             self._check(request)
         tenant = self.tenants.tenant(requests[0].principal.tenant)
-        try:
+        with self._counting_refusals():
             self._check_queue(tenant.name, len(requests))
             admissions = self.tenants.admit(tenant.name, [self._cost(request) for request in requests])
-        except (RateLimitError, QueueFullError) as error:
-            self.metrics.rejections[error.code] += 1
-            raise
         generations: list[Generation] = []
         try:
             for request, admission in zip(requests, admissions, strict=True):

@@ -138,6 +138,13 @@ class Account:
                 self._tokens.add(limits.tokens_per_minute, sum(costs), now)
         return refusal
 
+    def count_request(self, limits: TenantLimits, now: float) -> Refusal | None:
+        """Count a request that generates nothing, and so is over at once, if the limit per minute lets it in."""
+        refusal = self._decide_requests(limits, 1, now)
+        if refusal is None and limits.requests_per_minute is not None:
+            self._requests.add(limits.requests_per_minute, 1, now)
+        return refusal
+
     def start(self) -> None:
         """One admitted request has left the queue."""
         self.num_waiting -= 1

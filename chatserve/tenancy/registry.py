@@ -149,6 +149,17 @@ class TenantRegistry:
         if refusal is not None:
             raise self._refused(tenant, refusal)
 
+    def count_request(self, tenant: str) -> None:
+        """Count a request that generates nothing against the limit per minute.
+
+        Raises:
+            RateLimitError: over it; nothing is counted.
+            AuthenticationError: the tenant is gone.
+        """
+        refusal = self.account(tenant).count_request(self.tenant(tenant).limits, self._monotonic())
+        if refusal is not None:
+            raise self._refused(tenant, refusal)
+
     def admit(self, tenant: str, costs: Sequence[int]) -> list[Admission]:
         """Reserve for requests that may use ``costs`` tokens each: all of them or none.
 

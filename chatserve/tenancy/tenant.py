@@ -27,7 +27,8 @@ class TenantLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     Attributes:
         max_concurrent: requests accepted and not ended, at once.
-        requests_per_minute: refilled continuously; a burst may use the whole minute's worth.
+        requests_per_minute: those that generate and those that only work, as tokenizing; refilled continuously, and
+            a burst may use the whole minute's worth.
         tokens_per_minute: prompt and output together, cached prompt tokens included.
         tokens_per_day: the same, from midnight to midnight UTC.
         max_queued: requests that have not started yet, at once.

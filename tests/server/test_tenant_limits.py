@@ -42,6 +42,33 @@ async def test_headers_tell_what_is_left(house: House) -> None:
     assert not any(name.startswith("x-ratelimit") for name in (await house.chat("beta")).headers)
 
 
+@pytest.mark.parametrize(
+    ("method", "path", "body"),
+    [
+        ("POST", "/tokenize", b'{"prompt": "hi"}'),
+        ("POST", "/detokenize", b'{"tokens": [5]}'),
+        ("POST", "/v1/cache/explain", b'{"prompt": "hi"}'),
+        ("DELETE", "/v1/cache", b""),
+    ],
+)
+async def test_work_without_an_answer_counts_as_a_request(house: House, method: str, path: str, body: bytes) -> None:
+    """Nobody keeps the server busy beside the limit; what is refused does nothing, and others are served."""
+    await house.limit("acme", requests_per_minute=2)
+    assert (await house.chat("acme")).status == 200
+
+    async def send(tenant: str) -> Reply:
+        return await house.live.request(method, path, body, {"Authorization": f"Bearer {house.keys[tenant]}"})
+
+    allowed, refused = await send("acme"), await send("acme")
+    assert (allowed.status, allowed.headers["x-ratelimit-remaining-requests"]) == (200, "0")
+    assert (refused.status, refused.error["code"]) == (429, "rate_limit_exceeded")
+    assert "retry-after" in refused.headers
+    assert house.usage("acme").requests_rejected == 1
+    assert house.live.engine.purged == ["acme"] * (path == "/v1/cache")
+    assert (await send("beta")).status == 200
+    assert (await house.chat("acme")).error["code"] == "rate_limit_exceeded"
+
+
 async def test_each_limit_has_its_word(house: House) -> None:
     """Codes of all four kinds; those that waiting cannot help are not to be retried."""
     for limits, fields, code, retry in (

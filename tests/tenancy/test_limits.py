@@ -103,7 +103,7 @@ some_limits = st.builds(
 )
 actions = st.lists(
     st.tuples(
-        st.sampled_from(["admit", "admit", "start", "settle"]),
+        st.sampled_from(["admit", "admit", "count", "start", "settle"]),
         st.integers(0, 30),
         st.lists(st.integers(1, 200), min_size=1, max_size=3),
         st.integers(0, 10**6),
@@ -115,8 +115,8 @@ actions = st.lists(
 @given(some_limits, actions)
 @settings(max_examples=300, deadline=None)
 def test_account_decides_as_the_model(limits: TenantLimits, script: list[tuple[str, int, list[int], int]]) -> None:
-    """Every decision, over any interleaving of admissions, starts and settlements and over midnight, is the model's;
-    a refusal changes nothing, and suggests a wait exactly where waiting can help.
+    """Every decision, over any interleaving of admissions, counted requests, starts and settlements and over
+    midnight, is the model's; a refusal changes nothing, and suggests a wait exactly where waiting can help.
     """
     account, model, now, number = Account(), Model(limits), 0, 0
     for action, pause, costs, choice in script:
@@ -136,6 +136,12 @@ def test_account_decides_as_the_model(limits: TenantLimits, script: list[tuple[s
                 model.tokens.append((now, sum(costs)))
             else:
                 assert before == (account.num_open, account.num_waiting, account.reserved, account.status(limits, now))
+        elif action == "count":
+            rpm = limits.requests_per_minute
+            fits = rpm is None or model.level(model.requests, rpm, now) + 1 <= rpm
+            assert (account.count_request(limits, float(now)) is None) == fits
+            if fits:
+                model.requests.append((now, 1))
         elif model.open:
             key = sorted(model.open)[choice % len(model.open)]
             cost, started = model.open[key]

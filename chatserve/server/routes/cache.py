@@ -11,9 +11,10 @@ from starlette.responses import Response
 from chatserve.errors import InvalidRequestError
 from chatserve.server.body import decode, read_json_body
 from chatserve.server.context import ServerContext
-from chatserve.server.middleware import request_info, require_admin
+from chatserve.server.middleware import require_admin
 from chatserve.server.parse import check_model, parse_messages
 from chatserve.server.prefixes import PublishedPrefix
+from chatserve.server.routes.prepare import count_request
 from chatserve.server.routes.reply import json_response
 from chatserve.server.wire import MessageParam
 
@@ -81,11 +82,12 @@ class CacheEndpoints:
     async def explain(self, request: Request) -> Response:
         """A dry run: nothing is computed, and nothing is kept warm by asking."""
         context = self._context
+        info = count_request(request, context)
         body = decode(await read_json_body(request, context.config.server), ExplainRequest)
         check_model(body.model, context.model_name)
         if (body.prompt is None) == (body.messages is None):
             raise InvalidRequestError("Give either prompt or messages.", param="prompt")
-        scopes = context.scopes_for(request_info(request.scope).principal, body.cache_salt or "")
+        scopes = context.scopes_for(info.principal, body.cache_salt or "")
         if body.messages is not None:
             messages = parse_messages(body.messages, context.config.server)
             tokens = (await context.service.render_chat_off_loop(messages, scopes[-1])).token_ids
@@ -107,7 +109,7 @@ class CacheEndpoints:
 
     async def purge(self, request: Request) -> Response:
         """Forget everything the caller's tenant has cached, on both tiers, and zero the memory."""
-        tenant = request_info(request.scope).principal.tenant
+        tenant = count_request(request, self._context).principal.tenant
         self._context.service.forget(tenant)
         reply = await self._context.engine.purge(tenant)
         return json_response(Purged(reply.device_blocks, reply.host_blocks))

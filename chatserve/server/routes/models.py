@@ -10,8 +10,8 @@ from starlette.responses import Response
 from chatserve.errors import InvalidRequestError, UnsupportedParameterError
 from chatserve.server.body import read_json_body
 from chatserve.server.context import ServerContext
-from chatserve.server.middleware import request_info
 from chatserve.server.parse import check_model, parse_fields, parse_messages
+from chatserve.server.routes.prepare import count_request
 from chatserve.server.routes.reply import json_response
 from chatserve.server.wire import (
     DetokenizeRequest,
@@ -48,7 +48,7 @@ class Models:
     async def tokenize(self, request: Request) -> Response:
         """vLLM's: the ids of a text, or of a conversation as the model would see it."""
         context, config = self._context, self._context.config.server
-        info = request_info(request.scope)
+        info = count_request(request, context)
         body, info.ignored = parse_fields(await read_json_body(request, config), TokenizeRequest)
         check_model(body.model, context.model_name)
         length = context.service.context_length()
@@ -77,7 +77,7 @@ class Models:
     async def detokenize(self, request: Request) -> Response:
         """vLLM's: the text of ids, control tokens included."""
         context = self._context
-        info = request_info(request.scope)
+        info = count_request(request, context)
         body, info.ignored = parse_fields(await read_json_body(request, context.config.server), DetokenizeRequest)
         check_model(body.model, context.model_name)
         tokenizer = context.service.tokenizer

@@ -1,7 +1,7 @@
-"""What the two completion endpoints do alike before their ways part: from the body to a request without its prompt.
+"""What endpoints do alike before their ways part: limits, and from a completion's body to a request without its prompt.
 
-Reads and checks in the order that costs least first. Knows the fields both bodies share; what is a prompt, and what
-an answer looks like, is each endpoint's own. Called by `chat` and `completions`.
+Reads and checks in the order that costs least first. Knows the fields both completions' bodies share; what is a prompt,
+and what an answer looks like, is each endpoint's own.
 """
 
 from __future__ import annotations
@@ -15,11 +15,23 @@ from chatserve.server.body import read_json_body
 from chatserve.server.context import ServerContext
 from chatserve.server.encode import fingerprint, response_id
 from chatserve.server.generation import GenerationRequest
-from chatserve.server.middleware import request_info
+from chatserve.server.middleware import RequestInfo, request_info
 from chatserve.server.parse import max_tokens_field, parse_request, parse_sampling, parse_stop
 from chatserve.server.wire import ChatCompletionRequest, ChunkHead, CompletionRequest
 
 R = TypeVar("R", ChatCompletionRequest, CompletionRequest)
+
+
+def count_request(request: Request, context: ServerContext) -> RequestInfo:
+    """What is known of a request that works without generating, once it is counted against its tenant's limit.
+
+    Raises:
+        RateLimitError: it is one too many.
+    """
+    info = request_info(request.scope)
+    info.is_limited = True
+    context.service.count_request(info.principal)
+    return info
 
 
 async def prepare(request: Request, context: ServerContext, kind: type[R]) -> tuple[R, GenerationRequest]:
