@@ -11,6 +11,8 @@
 #include <cstdlib>
 #include <cstring>
 #include <new>
+#include <type_traits>
+#include <utility>
 
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512DQ__) && defined(__AVX512VL__) && \
     defined(__AVX512VNNI__)
@@ -29,6 +31,17 @@ namespace cs {
 
 constexpr int kLanes = 16;  // outputs of one weight tile, rows of one activation tile
 constexpr int kGroup = 32;  // inputs that share one scale
+
+// An integer that is known when a template is.
+template <int N>
+using Constant = std::integral_constant<int, N>;
+
+// f(Constant<0>()) … f(Constant<N - 1>()): loops that are gone before the compiler decides which arrays are registers,
+// which GCC does before it unrolls.
+template <int N, class F>
+inline __attribute__((always_inline)) void unrolled(const F& f) {
+  [&]<int... I>(std::integer_sequence<int, I...>) { (f(Constant<I>()), ...); }(std::make_integer_sequence<int, N>());
+}
 
 inline float bits_to_float(uint32_t bits) {
   float value;

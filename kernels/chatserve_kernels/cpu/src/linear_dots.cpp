@@ -72,7 +72,20 @@ void dot_tile(const uint8_t* unit, const Activation& a, int row0, float (*y)[kLa
 }
 #elif defined(CS_AVX2)
 // A value in its place: without it GCC 12 computes all of a loop's terms before it adds them, and runs out of registers.
-inline void settle(__m256i& value) { asm("" : "+x"(value)); }
+inline __m256i settled(__m256i value) {
+  asm("" : "+x"(value));
+  return value;
+}
+
+inline __m256i load(const uint8_t* p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)); }
+inline __m256 load_halves(const uint8_t* p) { return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))); }
+
+// The four bytes at x, in every lane.
+inline __m256i spread_four(const int8_t* x) {
+  int32_t word;
+  std::memcpy(&word, x, 4);
+  return _mm256_set1_epi32(word);
+}
 
 template <int R, bool kFourBit>
 void dot_tile(const uint8_t* unit, const Activation& a, int row0, float (*y)[kLanes]) {
@@ -82,82 +95,65 @@ void dot_tile(const uint8_t* unit, const Activation& a, int row0, float (*y)[kLa
   const float* scales = a.scale.data() + row0 * groups;
   const float* sums = a.scaled_sum.data() + row0 * groups;
   const __m256i nibble = _mm256_set1_epi8(15), ones = _mm256_set1_epi16(1), flip = _mm256_set1_epi8(-128);
-  const auto load = [](const uint8_t* p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)); };
-  const auto quad = [](const int8_t* bytes) {
-    int32_t word;
-    std::memcpy(&word, bytes, 4);
-    return _mm256_set1_epi32(word);
-  };
   __m256 total[R][2];
-#pragma GCC unroll 4
-  for (int r = 0; r < R; ++r) total[r][0] = total[r][1] = _mm256_setzero_ps();
+  unrolled<R>([&](auto r) { total[r][0] = total[r][1] = _mm256_setzero_ps(); });
   for (int g = 0; g < groups; ++g, unit += unit_bytes(kFourBit ? kQ4_1 : kQ8_0), x += kGroup) {
     if (row0 == 0)
       for (int64_t line = 0; line < unit_bytes(kFourBit ? kQ4_1 : kQ8_0); line += 64)
         _mm_prefetch(reinterpret_cast<const char*>(unit + kPrefetch + line), _MM_HINT_T0);
-    __m256i sum[R][2];  // of four bits in 16: at most 8 × 2 × 15 × 127, which fits
+    __m256i sum[R][2];
     if constexpr (kFourBit) {
-      const auto add_products = [&](const __m256i (&w)[2], int at) {
-#pragma GCC unroll 4
-        for (int r = 0; r < R; ++r) {
-          const __m256i values = quad(x + r * inputs + at);
-#pragma GCC unroll 2
-          for (int half = 0; half < 2; ++half) {
-            const __m256i products = _mm256_maddubs_epi16(w[half], values);
-            sum[r][half] = at == 0 ? products : _mm256_add_epi16(sum[r][half], products);
-            settle(sum[r][half]);
-          }
-        }
+      // In 16 bits: at most 8 × 2 × 15 × 127, which fits.
+      const auto add_products = [&](auto i, __m256i first, __m256i second) {
+        unrolled<R>([&](auto r) {
+          const __m256i values = spread_four(x + r * inputs + 4 * i);
+          const __m256i products[2] = {_mm256_maddubs_epi16(first, values), _mm256_maddubs_epi16(second, values)};
+          unrolled<2>([&](auto half) {
+            if constexpr (i == 0) sum[r][half] = settled(products[half]);
+            else sum[r][half] = settled(_mm256_add_epi16(sum[r][half], products[half]));
+          });
+        });
       };
-#pragma GCC unroll 4
-      for (int j = 0; j < 4; ++j) {
-        const __m256i both[2] = {load(unit + 64 * j), load(unit + 64 * j + 32)};
-        add_products({_mm256_and_si256(both[0], nibble), _mm256_and_si256(both[1], nibble)}, 8 * j);
-        add_products({_mm256_and_si256(_mm256_srli_epi16(both[0], 4), nibble),
-                      _mm256_and_si256(_mm256_srli_epi16(both[1], 4), nibble)},
-                     8 * j + 4);
-      }
-#pragma GCC unroll 4
-      for (int r = 0; r < R; ++r)
-#pragma GCC unroll 2
-        for (int half = 0; half < 2; ++half) sum[r][half] = _mm256_madd_epi16(sum[r][half], ones);
+      unrolled<4>([&](auto j) {
+        const __m256i first = load(unit + 64 * j), second = load(unit + 64 * j + 32);
+        add_products(Constant<2 * j>(), _mm256_and_si256(first, nibble), _mm256_and_si256(second, nibble));
+        add_products(Constant<2 * j + 1>(), _mm256_and_si256(_mm256_srli_epi16(first, 4), nibble),
+                     _mm256_and_si256(_mm256_srli_epi16(second, 4), nibble));
+      });
+      unrolled<R>([&](auto r) {
+        unrolled<2>([&](auto half) { sum[r][half] = settled(_mm256_madd_epi16(sum[r][half], ones)); });
+      });
     } else {
-#pragma GCC unroll 8
-      for (int j = 0; j < 8; ++j) {
+      unrolled<8>([&](auto j) {
         const __m256i w[2] = {_mm256_xor_si256(load(unit + 64 * j), flip), _mm256_xor_si256(load(unit + 64 * j + 32), flip)};
         const __m256i magnitude[2] = {_mm256_abs_epi8(w[0]), _mm256_abs_epi8(w[1])};
-#pragma GCC unroll 4
-        for (int r = 0; r < R; ++r) {
-          const __m256i values = quad(x + r * inputs + 4 * j);
-#pragma GCC unroll 2
-          for (int half = 0; half < 2; ++half) {
+        unrolled<R>([&](auto r) {
+          const __m256i values = spread_four(x + r * inputs + 4 * j);
+          unrolled<2>([&](auto half) {
             // |w| × (x with w's sign): pairs stay below 2 × 128 × 127.
-            const __m256i products =
-                _mm256_madd_epi16(_mm256_maddubs_epi16(magnitude[half], _mm256_sign_epi8(values, w[half])), ones);
-            sum[r][half] = j == 0 ? products : _mm256_add_epi32(sum[r][half], products);
-            settle(sum[r][half]);
-          }
-        }
-      }
+            const __m256i pairs = _mm256_maddubs_epi16(magnitude[half], _mm256_sign_epi8(values, w[half]));
+            const __m256i products = _mm256_madd_epi16(pairs, ones);
+            if constexpr (j == 0) sum[r][half] = settled(products);
+            else sum[r][half] = settled(_mm256_add_epi32(sum[r][half], products));
+          });
+        });
+      });
     }
     const uint8_t* tail = unit + (kFourBit ? 256 : 512);
-#pragma GCC unroll 2
-    for (int half = 0; half < 2; ++half) {
-      const auto halves = [&](int offset) {
-        return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(tail + offset + 16 * half)));
-      };
-      const __m256 scale = halves(0), minimum = kFourBit ? halves(32) : _mm256_setzero_ps();
-#pragma GCC unroll 4
-      for (int r = 0; r < R; ++r) {
+    unrolled<2>([&](auto half) {
+      const __m256 scale = load_halves(tail + 16 * half);
+      const __m256 minimum = kFourBit ? load_halves(tail + 32 + 16 * half) : _mm256_setzero_ps();
+      unrolled<R>([&](auto r) {
         const __m256 both = _mm256_mul_ps(scale, _mm256_set1_ps(scales[r * groups + g]));
-        __m256& sum_r = total[r][half];
-        sum_r = _mm256_fmadd_ps(both, _mm256_cvtepi32_ps(sum[r][half]), sum_r);
-        if constexpr (kFourBit) sum_r = _mm256_fmadd_ps(minimum, _mm256_set1_ps(sums[r * groups + g]), sum_r);
-      }
-    }
+        total[r][half] = _mm256_fmadd_ps(both, _mm256_cvtepi32_ps(sum[r][half]), total[r][half]);
+        if constexpr (kFourBit)
+          total[r][half] = _mm256_fmadd_ps(minimum, _mm256_set1_ps(sums[r * groups + g]), total[r][half]);
+      });
+    });
   }
-  for (int r = 0; r < R; ++r)
-    for (int half = 0; half < 2; ++half) _mm256_storeu_ps(y[r] + 8 * half, total[r][half]);
+  unrolled<R>([&](auto r) {
+    unrolled<2>([&](auto half) { _mm256_storeu_ps(y[r] + 8 * half, total[r][half]); });
+  });
 }
 #else
 template <int R, bool kFourBit>
