@@ -70,7 +70,8 @@ void Context::project(const Linear& linear, const float* x, int64_t x_stride, in
                    out + row * out_stride, out_stride);
       continue;
     }
-    prepare(pool, activation_, tiled(linear, count), x + row * x_stride, x_stride, count, linear.inputs, norm, eps);
+    prepare(pool, activation_, linear.kind, tiled(linear, count), x + row * x_stride, x_stride, count, linear.inputs,
+            norm, eps);
     multiply(pool, linear, activation_, epilogue, out + row * out_stride, out_stride);
   }
 }
@@ -114,7 +115,7 @@ void Context::forward(const Network& net, const Paged& paged, const Layout& layo
       const int count = int(std::min(kRowsAtOnce, tokens - row));
       float* x = hidden + row * net.hidden;
       if (tiled(layer.gate_up, count) && tiled(layer.down, count) && layer.gate_up.bias == nullptr) {
-        prepare(pool, activation_, true, x, net.hidden, count, net.hidden, layer.post_norm, eps);
+        prepare(pool, activation_, layer.gate_up.kind, true, x, net.hidden, count, net.hidden, layer.post_norm, eps);
         multiply_gated(pool, layer.gate_up, activation_, gated_);
         multiply(pool, layer.down, gated_, Epilogue::kAdd, x, net.hidden);
         continue;

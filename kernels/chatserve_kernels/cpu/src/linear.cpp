@@ -104,8 +104,8 @@ void pack(ThreadPool& pool, int64_t kind, const uint8_t* blocks, int64_t outputs
   });
 }
 
-void prepare(ThreadPool& pool, Activation& a, bool tiled, const float* x, int64_t stride, int rows, int64_t inputs,
-             const float* norm_weight, float eps) {
+void prepare(ThreadPool& pool, Activation& a, int64_t kind, bool tiled, const float* x, int64_t stride, int rows,
+             int64_t inputs, const float* norm_weight, float eps) {
 #if defined(CS_AMX)
   if (tiled) {
     reserve_tiles(a, rows, inputs);
@@ -124,6 +124,8 @@ void prepare(ThreadPool& pool, Activation& a, bool tiled, const float* x, int64_
   a.rows = rows;
   a.groups = int(inputs / kGroup);
   a.tiled = false;
+  a.widened = kWidens && kind == kQ8_0;
+  if (a.widened) a.wide.reserve(size_t(rows) * size_t(inputs));
   a.values.reserve(size_t(rows) * size_t(inputs));
   a.scale.reserve(size_t(rows) * size_t(a.groups));
   a.scaled_sum.reserve(size_t(rows) * size_t(a.groups));

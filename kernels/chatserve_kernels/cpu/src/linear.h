@@ -40,9 +40,10 @@ using Number = float;
 // Rows of activations in the form one of the ways wants.
 struct Activation {
   int rows = 0, groups = 0;
-  bool tiled = false;
+  bool tiled = false, widened = false;  // `packed` and `wide` are filled
   Buffer<Number> numbers;      // beside bfloat16: [rows / 16][inputs / 32][16 rows][32 inputs]
   Buffer<int8_t> values;       // dots: [rows][inputs]
+  Buffer<int16_t> wide;        // dots, the same in 16 bits: inputs 0, 2, 1, 3 of each four
   Buffer<float> scale;         // dots: [rows][groups]
   Buffer<float> scaled_sum;    // dots: [rows][groups], scale × sum of values
   Buffer<int32_t> sum;         // dots: [rows][groups]
@@ -63,9 +64,10 @@ inline bool scales_sums(const Linear& linear, const Activation& a) { return line
 int tile_threshold();
 void set_tile_threshold(int rows);
 
-// Fill `activation` from x [rows][inputs], each row optionally RMS-normalised first (weight may be null).
-void prepare(ThreadPool& pool, Activation& activation, bool tiled, const float* x, int64_t stride, int rows,
-             int64_t inputs, const float* norm_weight, float eps);
+// Fill `activation` for weights of a kind from x [rows][inputs], each row optionally RMS-normalised first (weight may be
+// null).
+void prepare(ThreadPool& pool, Activation& activation, int64_t kind, bool tiled, const float* x, int64_t stride,
+             int rows, int64_t inputs, const float* norm_weight, float eps);
 
 enum class Epilogue { kStore, kAdd, kSiluMul };
 

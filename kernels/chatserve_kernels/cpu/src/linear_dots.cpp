@@ -81,7 +81,7 @@ inline __m256i load(const uint8_t* p) { return _mm256_loadu_si256(reinterpret_ca
 inline __m256 load_halves(const uint8_t* p) { return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))); }
 
 // The four bytes at x, in every lane.
-inline __m256i spread_four(const int8_t* x) {
+inline __m256i spread_word(const void* x) {
   int32_t word;
   std::memcpy(&word, x, 4);
   return _mm256_set1_epi32(word);
@@ -94,10 +94,12 @@ void dot_tile(const uint8_t* unit, const Activation& a, int row0, float (*y)[kLa
   const int8_t* x = a.values.data() + row0 * inputs;
   const float* scales = a.scale.data() + row0 * groups;
   const float* sums = a.scaled_sum.data() + row0 * groups;
-  const __m256i nibble = _mm256_set1_epi8(15), ones = _mm256_set1_epi16(1), flip = _mm256_set1_epi8(-128);
+  const int16_t* wide = kFourBit ? nullptr : a.wide.data() + row0 * inputs;
+  const int32_t* whole_sums = a.sum.data() + row0 * groups;
+  const __m256i nibble = _mm256_set1_epi8(15), low = _mm256_set1_epi16(255), ones = _mm256_set1_epi16(1);
   __m256 total[R][2];
   unrolled<R>([&](auto r) { total[r][0] = total[r][1] = _mm256_setzero_ps(); });
-  for (int g = 0; g < groups; ++g, unit += unit_bytes(kFourBit ? kQ4_1 : kQ8_0), x += kGroup) {
+  for (int g = 0; g < groups; ++g, unit += unit_bytes(kFourBit ? kQ4_1 : kQ8_0), x += kGroup, wide += kGroup) {
     if (row0 == 0)
       for (int64_t line = 0; line < unit_bytes(kFourBit ? kQ4_1 : kQ8_0); line += 64)
         _mm_prefetch(reinterpret_cast<const char*>(unit + kPrefetch + line), _MM_HINT_T0);
@@ -106,7 +108,7 @@ void dot_tile(const uint8_t* unit, const Activation& a, int row0, float (*y)[kLa
       // In 16 bits: at most 8 × 2 × 15 × 127, which fits.
       const auto add_products = [&](auto i, __m256i first, __m256i second) {
         unrolled<R>([&](auto r) {
-          const __m256i values = spread_four(x + r * inputs + 4 * i);
+          const __m256i values = spread_word(x + r * inputs + 4 * i);
           const __m256i products[2] = {_mm256_maddubs_epi16(first, values), _mm256_maddubs_epi16(second, values)};
           unrolled<2>([&](auto half) {
             if constexpr (i == 0) sum[r][half] = settled(products[half]);
@@ -124,19 +126,19 @@ void dot_tile(const uint8_t* unit, const Activation& a, int row0, float (*y)[kLa
         unrolled<2>([&](auto half) { sum[r][half] = settled(_mm256_madd_epi16(sum[r][half], ones)); });
       });
     } else {
-      unrolled<8>([&](auto j) {
-        const __m256i w[2] = {_mm256_xor_si256(load(unit + 64 * j), flip), _mm256_xor_si256(load(unit + 64 * j + 32), flip)};
-        const __m256i magnitude[2] = {_mm256_abs_epi8(w[0]), _mm256_abs_epi8(w[1])};
+      // In 16 bits, where pairs of 8-bit products overflow: of each four weights the even ones, then the odd ones.
+      unrolled<R>([&](auto r) { sum[r][0] = sum[r][1] = _mm256_set1_epi32(-128 * whole_sums[r * groups + g]); });
+      const auto add_products = [&](int at, __m256i first, __m256i second) {
         unrolled<R>([&](auto r) {
-          const __m256i values = spread_four(x + r * inputs + 4 * j);
-          unrolled<2>([&](auto half) {
-            // |w| × (x with w's sign): pairs stay below 2 × 128 × 127.
-            const __m256i pairs = _mm256_maddubs_epi16(magnitude[half], _mm256_sign_epi8(values, w[half]));
-            const __m256i products = _mm256_madd_epi16(pairs, ones);
-            if constexpr (j == 0) sum[r][half] = settled(products);
-            else sum[r][half] = settled(_mm256_add_epi32(sum[r][half], products));
-          });
+          const __m256i values = spread_word(wide + r * inputs + at);
+          sum[r][0] = settled(_mm256_add_epi32(sum[r][0], _mm256_madd_epi16(first, values)));
+          sum[r][1] = settled(_mm256_add_epi32(sum[r][1], _mm256_madd_epi16(second, values)));
         });
+      };
+      unrolled<8>([&](auto j) {
+        const __m256i first = load(unit + 64 * j), second = load(unit + 64 * j + 32);
+        add_products(4 * j, _mm256_and_si256(first, low), _mm256_and_si256(second, low));
+        add_products(4 * j + 2, _mm256_srli_epi16(first, 8), _mm256_srli_epi16(second, 8));
       });
     }
     const uint8_t* tail = unit + (kFourBit ? 256 : 512);
@@ -247,8 +249,15 @@ void quantise_row(Activation& a, int row, const float* x, int64_t inputs, const 
       whole[i] = finite ? _mm256_cvtps_epi32(scale_by(v[i], inverse)) : _mm256_setzero_si256();
       sums = _mm256_add_epi32(sums, whole[i]);
     }
+    const __m256i words[2] = {_mm256_packs_epi32(whole[0], whole[1]), _mm256_packs_epi32(whole[2], whole[3])};
+    if (a.widened)
+      for (int i = 0; i < 2; ++i) {
+        const __m256i swapped = _mm256_shufflehi_epi16(_mm256_shufflelo_epi16(words[i], 0xd8), 0xd8);
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(a.wide.data() + row * inputs + g * kGroup + i * 16),
+                            _mm256_permute4x64_epi64(swapped, 0xd8));
+      }
     // Packing interleaves halves of vectors: [0 2 4 6 1 3 5 7] in words of four bytes.
-    const __m256i packed = _mm256_packs_epi16(_mm256_packs_epi32(whole[0], whole[1]), _mm256_packs_epi32(whole[2], whole[3]));
+    const __m256i packed = _mm256_packs_epi16(words[0], words[1]);
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(q),
                         _mm256_permutevar8x32_epi32(packed, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7)));
     const __m128i pairs = _mm_add_epi32(_mm256_castsi256_si128(sums), _mm256_extracti128_si256(sums, 1));

@@ -6,6 +6,11 @@
 
 namespace cs {
 
+#if defined(CS_AVX2)
+constexpr bool kWidens = true;  // 8-bit weights are multiplied in 16 bits
+#else
+constexpr bool kWidens = false;
+#endif
 constexpr int64_t kPrefetch = 4096;  // bytes ahead of the weights being multiplied (measured)
 
 // What an RMS norm multiplies a row with, weights aside.
