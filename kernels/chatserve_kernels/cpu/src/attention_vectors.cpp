@@ -243,17 +243,16 @@ void attend_rows(const Call& call, const Head& head, const Past<kind>& past, int
   past.template score<R, kColumns>(head.query + row * words, words, scratch.scores);
   float shrink[R];
   for (int r = 0; r < R; ++r) {
-    Vec s[kStep / kVec];
+    constexpr int kParts = kStep / kVec;
+    Vec s[kParts];
     const int64_t position = call.position(head.task, (row + r) / call.group());
     const int64_t end = std::min(count, position + 1 - from);
     const int64_t first = call.window > 0 ? position - call.window + 1 - from : 0;
     const bool masked = end < kStep || first > 0;
-    for (int i = 0; i < kStep / kVec; ++i) {
-      s[i] = load(scratch.scores + r * kStep + i * kVec);
-      if (masked) s[i] = keep(s[i], first - i * kVec, end - i * kVec, kHidden);
-    }
+    unrolled<kParts>([&](auto i) { s[i] = load(scratch.scores + r * kStep + i * kVec); });
+    if (masked) unrolled<kParts>([&](auto i) { s[i] = keep(s[i], first - i * kVec, end - i * kVec, kHidden); });
     Vec highest = s[0];
-    for (int i = 1; i < kStep / kVec; ++i) highest = larger(highest, s[i]);
+    unrolled<kParts - 1>([&](auto i) { highest = larger(highest, s[i + 1]); });
     const float before = head.maxima[row + r], maximum = std::max(before, largest(highest));
     head.maxima[row + r] = maximum;
     const Vec fade = exp2(spread(before - maximum));
@@ -261,15 +260,14 @@ void attend_rows(const Call& call, const Head& head, const Past<kind>& past, int
     store(faded, fade);
     shrink[r] = faded[0];
     Vec sum = scale_by(load(head.sums + (row + r) * kVec), fade);
-    for (int i = 0; i < kStep / kVec; ++i) {
-      // A NaN is no maximum here, but its own weight, and with it the sum, is one.
-      s[i] = exp2(subtract(s[i], spread(maximum)));
-      if (masked) s[i] = keep(s[i], first - i * kVec, end - i * kVec, 0.0f);
-      sum = add(sum, s[i]);
-    }
+    // A NaN is no maximum here, but its own weight, and with it the sum, is one.
+    unrolled<kParts>([&](auto i) { s[i] = exp2(subtract(s[i], spread(maximum))); });
+    if (masked) unrolled<kParts>([&](auto i) { s[i] = keep(s[i], first - i * kVec, end - i * kVec, 0.0f); });
+    unrolled<kParts>([&](auto i) { sum = add(sum, s[i]); });
     store(head.sums + (row + r) * kVec, sum);
-    for (int i = 0; i < kStep / kVec; i += 2)
-      store_words(scratch.weights + (r * kStep + i * kVec) / kPack, s[i], s[i + 1]);
+    unrolled<kParts / 2>([&](auto i) {
+      store_words(scratch.weights + (r * kStep + 2 * i * kVec) / kPack, s[2 * i], s[2 * i + 1]);
+    });
   }
   float* out = head.out + row * dim;
   const auto weigh = [&]<int C>(int64_t at, std::integral_constant<int, C>) {
