@@ -24,8 +24,6 @@ from chatserve.worker.special_row import SpecialRow
 # Below this temperature the softmax is one-hot but for exact ties, so the row is greedy.
 _GREEDY_TEMPERATURE = 1e-5
 
-_ONE = np.uint64(1)
-
 Int32s = npt.NDArray[np.int32]
 
 
@@ -46,12 +44,24 @@ class _Group:
 
     Attributes:
         row_bytes: int32 [s], the rows.
-        drawn, drawn_rows: those that are not greedy, as indices into the rows and as rows; ``logits_rows``, ``options``
-            and ``seeds`` are theirs, as `Draws` has them.
+        drawn, drawn_rows: those that are not greedy, as indices into the rows and as rows; their ``logits_rows``,
+            ``options``, ``seeds`` and ``positions`` are what `Draws` has of them, and ``steps`` counts since.
+        all_drawn: none is greedy.
         special: (index into the rows, row, wishes) of those that have some.
     """
 
-    __slots__ = ("drawn", "drawn_rows", "logits_rows", "options", "row_bytes", "seeds", "special")
+    __slots__ = (
+        "all_drawn",
+        "drawn",
+        "drawn_rows",
+        "logits_rows",
+        "options",
+        "positions",
+        "row_bytes",
+        "seeds",
+        "special",
+        "steps",
+    )
 
     def __init__(self, sampler: Sampler, row_bytes: bytes) -> None:
         rows = np.frombuffer(row_bytes, "<i4")
@@ -61,9 +71,12 @@ class _Group:
         self.row_bytes = row_bytes
         self.drawn = np.flatnonzero(~sampler.greedy[rows])
         self.drawn_rows = rows[self.drawn]
+        self.all_drawn = len(self.drawn) == len(rows)
         self.logits_rows = self.drawn.tobytes()
         self.options = sampler.options[self.drawn_rows].tobytes()
         self.seeds = sampler.seeds[self.drawn_rows].tobytes()
+        self.positions = sampler.positions[self.drawn_rows].tobytes()
+        self.steps = 0
         special = sampler.special
         self.special = [(i, row, special[row]) for i, row in enumerate(rows.tolist()) if row in special]
 
@@ -74,7 +87,7 @@ class Sampler:
     Attributes:
         present, greedy (bool): the row holds a sequence; its tokens are the best ones.
         options (float64 [rows, 4]), seeds (uint64), positions (uint64): what tokens are drawn with, as `Draws` has it;
-            positions only of rows that are not greedy.
+            positions only of rows that are not greedy, and as they were before the steps of the group that is kept.
         special: rows with further wishes.
 
     Args:
@@ -113,9 +126,9 @@ class Sampler:
 
     def free(self, row: int) -> None:
         """The sequence of ``row``, if it holds one, is gone."""
+        self._leave_group()
         self.present[row] = False
         self.special.pop(row, None)
-        self._group = None
 
     def sample(self, step: StepLogits, rows: bytes) -> Samples:
         """Choose one more token for each of ``rows``, int32 [s], and note that they have it.
@@ -125,15 +138,19 @@ class Sampler:
         """
         group = self._group
         if group is None or rows != group.row_bytes:
+            self._leave_group()
             self._group = group = _Group(self, rows)
         logits = _adjusted(step, group) if group.special else step.room
         tokens = step.best if logits is step.room else self._backend.argmax(logits).numpy()
         if len(group.drawn):
-            tokens = tokens.copy()
-            positions = self.positions[group.drawn_rows]
-            draws = Draws(group.logits_rows, group.options, group.seeds, positions.tobytes())
-            tokens[group.drawn] = self._backend.draw(logits, draws)
-            self.positions[group.drawn_rows] = positions + _ONE
+            draws = Draws(group.logits_rows, group.options, group.seeds, group.positions, group.steps)
+            drawn = self._backend.draw(logits, draws)
+            group.steps += 1
+            if group.all_drawn:
+                tokens = drawn
+            else:
+                tokens = tokens.copy()
+                tokens[group.drawn] = drawn
         if not group.special:
             return Samples(tokens, None)
         logprobs = _logprobs(step, tokens, group)
@@ -141,8 +158,14 @@ class Sampler:
             state.append(int(tokens[i]))
             if state.is_over:
                 del self.special[row]
-                self._group = None
+                self._leave_group()
         return Samples(tokens, logprobs)
+
+    def _leave_group(self) -> None:
+        """The group's rows are not what they were; their positions are where its steps have brought them."""
+        group, self._group = self._group, None
+        if group is not None and group.steps:
+            self.positions[group.drawn_rows] += np.uint64(group.steps)
 
 
 def _adjusted(step: StepLogits, group: _Group) -> Tensor:

@@ -109,7 +109,8 @@ class Draws(NamedTuple):
     Attributes:
         rows: int64 [d] of the logits.
         options: float64 [d, 4], `draw_options` of each.
-        seeds, positions: uint64 [d]; each draw takes their number of `chatserve_kernels.random.uniforms`.
+        seeds, positions: uint64 [d]; each draw takes the number of `chatserve_kernels.random.uniforms` that is of its
+            seed and, ``steps`` after the positions were noted, of its position and as many more.
         uniform: float64 [d] in [0, 1), taken instead where given: how tests meet both ends of a token's interval.
     """
 
@@ -117,12 +118,14 @@ class Draws(NamedTuple):
     options: bytes
     seeds: bytes
     positions: bytes
+    steps: int = 0
     uniform: bytes | None = None
 
     def arrays(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64], npt.NDArray[np.float64]]:
         """Rows [d], options [d, 4] and uniform numbers [d], writable."""
         if self.uniform is None:
-            uniform = uniforms(np.frombuffer(self.seeds, np.uint64), np.frombuffer(self.positions, np.uint64))
+            positions = np.frombuffer(self.positions, np.uint64) + np.uint64(self.steps)
+            uniform = uniforms(np.frombuffer(self.seeds, np.uint64), positions)
         else:
             uniform = np.frombuffer(bytearray(self.uniform), np.float64)
         rows = np.frombuffer(bytearray(self.rows), np.int64)
@@ -244,7 +247,7 @@ class Backend(Protocol):
         """
         ...
 
-    def draw(self, logits: Tensor, draws: Draws) -> list[int]:
+    def draw(self, logits: Tensor, draws: Draws) -> npt.NDArray[np.int32]:
         """Temperature, min-p, top-k, top-p, then inversion of the distribution function in order of token ids.
 
         Tokens are ordered by logit, equal ones by id, so exactly the right number is kept. The nucleus is the
@@ -256,7 +259,7 @@ class Backend(Protocol):
                 of a row must be finite: else its token is meaningless, though in range.
 
         Returns:
-            One token per draw.
+            int32 [d], one token per draw; may be overwritten by the next call.
         """
         ...
 

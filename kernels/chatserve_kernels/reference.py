@@ -79,9 +79,9 @@ class ReferenceBackend:
         best = torch.where(nan.any(-1, keepdim=True), nan, x == x.amax(-1, keepdim=True))
         return torch.where(best, torch.arange(x.shape[1]), x.shape[1]).amin(-1).int()
 
-    def draw(self, logits: Tensor, draws: Draws) -> list[int]:
+    def draw(self, logits: Tensor, draws: Draws) -> npt.NDArray[np.int32]:
         rows, options, uniform = draws.arrays()
-        return [_draw(logits[row].double(), options[i], uniform[i]) for i, row in enumerate(rows)]
+        return np.array([_draw(logits[row].double(), options[i], uniform[i]) for i, row in enumerate(rows)], np.int32)
 
 
 def _draw(logits: Tensor, options: npt.NDArray[np.float64], uniform: float) -> int:

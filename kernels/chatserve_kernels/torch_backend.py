@@ -9,6 +9,7 @@ from __future__ import annotations
 import weakref
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -59,5 +60,5 @@ class TorchBackend:
         # numpy's is vectorised along a row, torch's is not (15 times slower).
         return torch.from_numpy(x.numpy().argmax(-1).astype(np.int32))
 
-    def draw(self, logits: Tensor, draws: Draws) -> list[int]:
+    def draw(self, logits: Tensor, draws: Draws) -> npt.NDArray[np.int32]:
         return torch_draw.draw(logits, draws)

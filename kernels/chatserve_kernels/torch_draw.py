@@ -6,6 +6,8 @@ Knows logits and `Draws`. Every row is treated on its own: neither its neighbour
 
 from __future__ import annotations
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -15,7 +17,7 @@ from chatserve_kernels.interface import Draws
 _FIRST_CANDIDATES = 256
 
 
-def draw(logits: Tensor, draws: Draws) -> list[int]:
+def draw(logits: Tensor, draws: Draws) -> npt.NDArray[np.int32]:
     """As `chatserve_kernels.interface.Backend.draw`."""
     vocab_size = logits.shape[1]
     rows, options, uniform = (torch.from_numpy(array) for array in draws.arrays())
@@ -34,7 +36,8 @@ def draw(logits: Tensor, draws: Draws) -> list[int]:
     cumulative = scaled.exp_().cumsum(-1, dtype=torch.float64)
     target = uniform * cumulative[:, -1]
     # Without a finite maximum there are no numbers here to search, and the search ends past the row.
-    return torch.searchsorted(cumulative, target[:, None], right=True)[:, 0].clamp_(max=vocab_size - 1).tolist()
+    found = torch.searchsorted(cumulative, target[:, None], right=True, out_int32=True)[:, 0]
+    return found.clamp_(max=vocab_size - 1).numpy()
 
 
 def _restrict(logits: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:

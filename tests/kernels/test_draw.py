@@ -33,7 +33,7 @@ def draws(options: list[dict[str, Any]]) -> Draws:
 
 def drawn(backend: Backend, logits: Tensor, uniforms: list[float], **options: Any) -> list[int]:
     """One token of ``logits`` [V] per uniform number."""
-    return backend.draw(logits[None], draws([{**options, "uniform": u} for u in uniforms]))
+    return backend.draw(logits[None], draws([{**options, "uniform": u} for u in uniforms])).tolist()
 
 
 def check(backend: Backend, logits: Tensor, **options: Any) -> None:
@@ -112,9 +112,9 @@ def test_draws_do_not_influence_each_other(backend: Backend) -> None:
         }
         for i in range(40)
     ]
-    together = backend.draw(logits, draws(mixed))
-    assert together == [token for one in mixed for token in backend.draw(logits, draws([one]))]
-    assert backend.draw(logits, draws([])) == []
+    together = backend.draw(logits, draws(mixed)).tolist()
+    assert together == [token for one in mixed for token in backend.draw(logits, draws([one])).tolist()]
+    assert backend.draw(logits, draws([])).tolist() == []
 
 
 @pytest.mark.parametrize("largest", [torch.nan, torch.inf, -torch.inf])
@@ -123,6 +123,6 @@ def test_rows_without_a_finite_largest_give_a_token_in_range(backend: Backend, l
     logits = torch.stack((torch.full((300,), largest), random_logits(4, vocab=300)[0]))
     for options in ({}, {"top_k": 5}, {"top_p": 0.9}, {"min_p": 0.1}):
         pair = [{"row": row, "uniform": 0.9, **options} for row in (0, 1)]
-        broken, sound = backend.draw(logits, draws(pair))
+        broken, sound = backend.draw(logits, draws(pair)).tolist()
         assert 0 <= broken < 300
-        assert [sound] == backend.draw(logits, draws(pair[1:]))
+        assert [sound] == backend.draw(logits, draws(pair[1:])).tolist()

@@ -83,10 +83,13 @@ def test_the_generator_in_cpp_gives_the_same_bits(tmp_path: Path, isa: str) -> N
 
 
 def test_draws_take_the_number_of_their_seed_and_position(backend: Backend) -> None:
-    """Of 2**16 equal tokens the one that the first 16 bits say is drawn."""
+    """Of 2**16 equal tokens the one that the first 16 bits say is drawn, however the position is said."""
     seeds, positions = many_pairs(100)
     count = len(seeds)
     options = draw_options(temperature=0.7, min_p=0.0, top_k=0, top_p=1.0) * count
-    draws = Draws(np.zeros(count, dtype=np.int64).tobytes(), options, seeds.tobytes(), positions.tobytes())
+    rows = np.zeros(count, dtype=np.int64).tobytes()
     expected = (uniforms(seeds, positions) * 2**16).astype(int).tolist()
-    assert backend.draw(torch.zeros(1, 2**16), draws) == expected
+    for steps in (0, 1, 1000):
+        earlier = (positions - np.uint64(steps)).tobytes()
+        draws = Draws(rows, options, seeds.tobytes(), earlier, steps)
+        assert backend.draw(torch.zeros(1, 2**16), draws).tolist() == expected

@@ -63,7 +63,8 @@ def placed(rows: Sequence[Row], backend: Backend) -> Sampler:
 
 
 def choose(sampler: Sampler, logits: Tensor, rows: Int32s, backend: Backend) -> Samples:
-    return sampler.sample(StepLogits(logits, backend.argmax(logits).numpy(), ()), rows.tobytes())
+    samples = sampler.sample(StepLogits(logits, backend.argmax(logits).numpy(), ()), rows.tobytes())
+    return samples._replace(tokens=samples.tokens.copy())  # which the next step may overwrite
 
 
 def row(prompt: tuple[int, ...] = (5, 9), output: tuple[int, ...] = (), vocab: int = VOCAB, **options: Any) -> Row:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import ctypes
 import weakref
-from ctypes import c_int64
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -87,7 +88,7 @@ class NativeBackend:
         self._torch = TorchBackend()
         self._logits: weakref.ref[Tensor] | None = None
         self._logits_at: tuple[int | None, int] = None, 0
-        self._tokens = (c_int64 * 0)()
+        self._tokens, self._tokens_at = np.empty(0, np.int32), 0
 
     def begin_step(self, metadata: AttentionMetadata, kv_cache: Tensor) -> AttentionStep:
         if kv_cache.dtype != torch.bfloat16:
@@ -122,12 +123,13 @@ class NativeBackend:
         self.library.call("cs_argmax", address(x), len(x), x.shape[1], address(best))
         return best
 
-    def draw(self, logits: Tensor, draws: Draws) -> list[int]:
+    def draw(self, logits: Tensor, draws: Draws) -> npt.NDArray[np.int32]:
         # As a rule the same tensor in every step, and asking it anything is slow while caches are full of weights.
         if self._logits is None or self._logits() is not logits:
             self._logits, self._logits_at = weakref.ref(logits), (address(logits), logits.shape[1])
         count = len(draws.rows) // 8
         if count > len(self._tokens):
-            self._tokens = (c_int64 * count)()
-        self.library.draw(*self._logits_at, draws, self._tokens)
+            self._tokens = np.empty(count, np.int32)
+            self._tokens_at = self._tokens.ctypes.data
+        self.library.draw(*self._logits_at, draws, self._tokens_at)
         return self._tokens[:count]

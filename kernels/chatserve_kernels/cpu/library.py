@@ -9,14 +9,14 @@ from __future__ import annotations
 import ctypes
 import threading
 import weakref
-from ctypes import POINTER, Array, Structure, c_char_p, c_double, c_int, c_int64, c_void_p
+from ctypes import POINTER, Structure, c_char_p, c_double, c_int, c_int64, c_uint64, c_void_p
 from pathlib import Path
 from typing import ClassVar
 
 from chatserve_kernels.cpu.build import BuildError
 from chatserve_kernels.interface import Draws, SharedRuns, StepBatch
 
-ABI_VERSION = 8
+ABI_VERSION = 9
 
 
 class LinearStruct(Structure):
@@ -149,7 +149,7 @@ class Library:
         functions.cs_run.restype = c_int64
         functions.cs_draw.argtypes = [
             *(c_void_p, c_void_p, c_int64, c_int64),
-            *(c_char_p, c_char_p, c_char_p, c_char_p, c_char_p, c_void_p),
+            *(c_char_p, c_char_p, c_char_p, c_char_p, c_uint64, c_char_p, c_void_p),
         ]
         functions.cs_create.argtypes = [c_int, c_int]
         functions.cs_create.restype = c_void_p
@@ -203,19 +203,21 @@ class Library:
             raise MemoryError("cs_run: no memory for scratch buffers")
         return failed
 
-    def draw(self, logits: int | None, columns: int, draws: Draws, tokens: Array[c_int64]) -> None:
-        """Fill in ``tokens``.
+    def draw(self, logits: int | None, columns: int, draws: Draws, tokens: int) -> None:
+        """Draw tokens.
 
         Args:
             logits: address of float32 [s, columns].
+            tokens: address of int32 [d], where they go.
 
         Raises:
             MemoryError: scratch memory could not be had.
         """
-        rows, options, seeds, positions, uniform = draws
+        rows, options, seeds, positions, steps, uniform = draws
         with self._lock:
             status = self._functions.cs_draw(
-                *(self._context, logits, columns, len(rows) // 8, rows, options, seeds, positions, uniform, tokens)
+                *(self._context, logits, columns, len(rows) // 8),
+                *(rows, options, seeds, positions, steps, uniform, tokens),
             )
         if status != 0:
             raise MemoryError("cs_draw: no memory for scratch buffers")

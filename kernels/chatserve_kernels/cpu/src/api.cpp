@@ -27,7 +27,7 @@ int guarded(const F& body) {
 
 extern "C" {
 
-CS_EXPORT int cs_abi_version() { return 8; }
+CS_EXPORT int cs_abi_version() { return 9; }
 
 CS_EXPORT Context* cs_create(int threads, int fixed) {
 #if defined(CS_AMX)
@@ -99,9 +99,9 @@ CS_EXPORT int cs_argmax(Context* context, const float* x, int64_t rows, int64_t 
 
 CS_EXPORT int cs_draw(Context* context, const float* logits, int64_t columns, int64_t count, const int64_t* rows,
                       const cs::DrawOptions* options, const uint64_t* seeds, const uint64_t* positions,
-                      const double* uniform, int64_t* tokens) {
+                      uint64_t steps, const double* uniform, int32_t* tokens) {
   return guarded([&] {
-    cs::draw(context->pool, logits, columns, {count, rows, options, seeds, positions, uniform}, tokens);
+    cs::draw(context->pool, logits, columns, {count, rows, options, seeds, positions, steps, uniform}, tokens);
   });
 }
 

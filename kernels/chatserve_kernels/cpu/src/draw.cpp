@@ -194,7 +194,7 @@ class Row {
 
 }  // namespace
 
-void draw(ThreadPool& pool, const float* logits, int64_t columns, const Draws& draws, int64_t* tokens) {
+void draw(ThreadPool& pool, const float* logits, int64_t columns, const Draws& draws, int32_t* tokens) {
   const int threads = int(std::min<int64_t>(pool.size(), draws.count));
   std::vector<Scratch> scratch(threads);
   for (Scratch& one : scratch) one.reserve(columns);
@@ -204,10 +204,11 @@ void draw(ThreadPool& pool, const float* logits, int64_t columns, const Draws& d
       const auto [temperature, min_p, most, top_p] = draws.options[i];
       const Row row(logits + draws.rows[i] * columns, columns, temperature, min_p, scratch[thread]);
       const int64_t top_k = most > 0 ? int64_t(std::min(most, double(columns))) : columns;
-      const double uniform = draws.uniform ? draws.uniform[i] : cs::uniform(draws.seeds[i], draws.positions[i]);
+      const double uniform =
+          draws.uniform ? draws.uniform[i] : cs::uniform(draws.seeds[i], draws.positions[i] + draws.steps);
       if (!row.has_finite_largest()) tokens[i] = 0;
-      else if (top_k < columns || top_p < 1.0) tokens[i] = row.draw_restricted(top_k, top_p, uniform);
-      else tokens[i] = row.draw(uniform);
+      else if (top_k < columns || top_p < 1.0) tokens[i] = int32_t(row.draw_restricted(top_k, top_p, uniform));
+      else tokens[i] = int32_t(row.draw(uniform));
     }
   });
 }

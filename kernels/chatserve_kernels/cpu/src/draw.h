@@ -16,10 +16,11 @@ struct Draws {
   const DrawOptions* options;
   const uint64_t* seeds;
   const uint64_t* positions;
+  uint64_t steps;  // since the positions were noted
   const double* uniform;  // or null
 };
 
 // tokens[i] is drawn from logits[draws.rows[i]][0…columns), whatever else is drawn.
-void draw(ThreadPool& pool, const float* logits, int64_t columns, const Draws& draws, int64_t* tokens);
+void draw(ThreadPool& pool, const float* logits, int64_t columns, const Draws& draws, int32_t* tokens);
 
 }  // namespace cs
