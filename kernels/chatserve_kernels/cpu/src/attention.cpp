@@ -33,6 +33,7 @@ class Planner {
       : paged_(paged), group_(group), window_(window), fixed_(fixed), shared_until_(size_t(paged.num_sequences), 0) {}
 
   AttentionPlan plan(int threads) {
+    plan_.fixed = fixed_;
     place_tokens();
     if (window_ == 0 && !fixed_)
       for (int64_t run = 0; run < paged_.num_runs; ++run) add_run(run);

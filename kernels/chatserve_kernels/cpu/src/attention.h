@@ -63,6 +63,7 @@ struct AttentionPlan {
   std::vector<int64_t> order;     // the step's tokens, then those of each shared run
   std::vector<Task> tasks;        // longest first
   int64_t num_records = 0;
+  bool fixed = false;  // see plan_attention()
   // Merge i finishes a token's rows of one key/value head from parts[merge_start[i] … merge_start[i + 1]): the record
   // of the first of those rows in each part, in the order of the past.
   std::vector<int64_t> merge_token, merge_head, merge_start, parts;

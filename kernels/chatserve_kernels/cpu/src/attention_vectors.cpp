@@ -13,8 +13,11 @@ namespace cs {
 
 namespace {
 
-constexpr int kStep = 64;   // positions at a time
-constexpr int kPiece = 16;  // positions side by side in memory
+constexpr int kPiece = 16;     // positions side by side in memory
+constexpr int kLongStep = 64;  // positions at a time
+// Where they are read as they lie: a piece, whose heads lie side by side, is read in one run (5 % of a decode step on
+// AVX2). Wider vectors take more at a time, for their sums to be many enough.
+constexpr int kCachedStep = kVec == 16 ? kLongStep : kPiece;
 constexpr int kRows = 6;    // rows at a time
 
 // Columns (in vectors) at a time: sums fill the registers but for a column and the rows' words.
@@ -76,7 +79,7 @@ void add_products(Vec (&sum)[R][C], const float* a, int64_t a_stride, int64_t wo
 
 // The keys and values of kStep positions, in pieces of kPiece: keys [dim words][kPiece] with key_stride between rows,
 // values [kPiece words][dim].
-template <Words kind>
+template <Words kind, int kStep>
 struct Past {
   struct Pieces {
     const float* keys[kStep / kPiece];
@@ -144,10 +147,10 @@ struct Past {
 
 // One task's scratch memory, in floats.
 struct Scratch {
-  float* keys;     // [dim / kPack][kStep] words
-  float* values;   // [kStep / kPack][dim] words
-  float* scores;   // [kRows][kStep]
-  float* weights;  // [kRows][kStep / kPack] words
+  float* keys;     // [dim / kPack][kLongStep] words
+  float* values;   // [kLongStep / kPack][dim] words
+  float* scores;   // [kRows][positions at a time]
+  float* weights;  // [kRows][positions at a time / kPack] words
   // Of all heads, one after another:
   float* query;    // [rows][dim / kPack] words, scaled by log2 e / sqrt(dim)
   float* out;      // [rows][dim]
@@ -156,8 +159,14 @@ struct Scratch {
 
   Scratch(int64_t rows, int64_t dim) {
     static thread_local Buffer<float> memory;
-    const int64_t sizes[] = {dim / kPack * kStep, kStep / kPack * dim, kRows * kStep, kRows * kStep / kPack,
-                             rows * dim / kPack,  rows * dim,          rows,          rows * kVec};
+    const int64_t sizes[] = {dim / kPack * kLongStep,
+                             kLongStep / kPack * dim,
+                             kRows * kLongStep,
+                             kRows * kLongStep / kPack,
+                             rows * dim / kPack,
+                             rows * dim,
+                             rows,
+                             rows * kVec};
     float** parts[] = {&keys, &values, &scores, &weights, &query, &out, &maxima, &sums};
     int64_t floats = 0;
     for (int64_t size : sizes) floats += (size + 15) / 16 * 16;
@@ -183,15 +192,15 @@ struct Head {
 };
 
 // Lay out the keys and values of positions [from, from + count).
-Past<Words::kLaidOut> lay_out(const Call& call, const Task& task, int64_t from, int64_t count,
-                              const Scratch& scratch) {
+Past<Words::kLaidOut, kLongStep> lay_out(const Call& call, const Task& task, int64_t from, int64_t count,
+                                         const Scratch& scratch) {
   const int64_t dim = call.paged.head_dim, block_size = call.paged.block_size;
   for (int64_t i = 0; i < count;) {
-    const int64_t slot = (from + i) % block_size, run = std::min(block_size - slot, kStep - i);
+    const int64_t slot = (from + i) % block_size, run = std::min(block_size - slot, kLongStep - i);
     const uint16_t* keys = call.tile(task, from + i, 0) + slot * 2;
     const uint16_t* values = call.tile(task, from + i, 1) + slot * dim;
     for (int64_t d = 0; d < dim; d += 2, keys += block_size * 2) {
-      float *first = scratch.keys + d / kPack * kStep + i, *second = first + kStep;
+      float *first = scratch.keys + d / kPack * kLongStep + i, *second = first + kLongStep;
       int64_t lane = 0;
       for (; lane + kVec <= run; lane += kVec) split_words(keys + lane * 2, first + lane, second + lane);
       if (lane == run) continue;
@@ -209,19 +218,20 @@ Past<Words::kLaidOut> lay_out(const Call& call, const Task& task, int64_t from, 
       }
     i += run;
   }
-  Past<Words::kLaidOut>::Pieces pieces;
-  for (int64_t piece = 0; piece < kStep / kPiece; ++piece) {
+  Past<Words::kLaidOut, kLongStep>::Pieces pieces;
+  for (int64_t piece = 0; piece < kLongStep / kPiece; ++piece) {
     pieces.keys[piece] = scratch.keys + piece * kPiece;
     pieces.values[piece] = scratch.values + piece * kPiece / kPack * dim;
   }
-  return {pieces, pieces, kStep, dim};
+  return {pieces, pieces, kLongStep, dim};
 }
 
 // Keys and values where they are, in blocks that hold whole pieces.
-Past<Words::kCached> cached(const Call& call, const Task& task, int64_t from) {
+template <int kStep>
+Past<Words::kCached, kStep> cached(const Call& call, const Task& task, int64_t from) {
   const int64_t dim = call.paged.head_dim, block_size = call.paged.block_size;
   const auto pieces = [&](int64_t begin) {
-    Past<Words::kCached>::Pieces found;
+    typename Past<Words::kCached, kStep>::Pieces found;
     for (int64_t piece = 0; piece < kStep / kPiece; ++piece) {
       // Beyond the last position no block need be; what any other gives there is hidden.
       const int64_t position = std::min(begin + piece * kPiece, (task.end - 1) / kPiece * kPiece);
@@ -235,12 +245,12 @@ Past<Words::kCached> cached(const Call& call, const Task& task, int64_t from) {
 }
 
 // R rows from `row` on attend to kStep positions, of which `count` are there.
-template <int R, Words kind>
-void attend_rows(const Call& call, const Head& head, const Past<kind>& past, int64_t row, int64_t from, int64_t count,
-                 const Scratch& scratch) {
-  constexpr int kColumns = columns_of(R);
+template <int R, Words kind, int kStep>
+void attend_rows(const Call& call, const Head& head, const Past<kind, kStep>& past, int64_t row, int64_t from,
+                 int64_t count, const Scratch& scratch) {
+  constexpr int kColumns = columns_of(R), kScoreColumns = std::min(kColumns, kStep / kVec);
   const int64_t dim = call.paged.head_dim, words = dim / kPack;
-  past.template score<R, kColumns>(head.query + row * words, words, scratch.scores);
+  past.template score<R, kScoreColumns>(head.query + row * words, words, scratch.scores);
   float shrink[R];
   for (int r = 0; r < R; ++r) {
     constexpr int kParts = kStep / kVec;
@@ -277,9 +287,9 @@ void attend_rows(const Call& call, const Head& head, const Past<kind>& past, int
   weigh(at, std::integral_constant<int, 2>());
 }
 
-template <Words kind>
-void attend_some(int rows, const Call& call, const Head& head, const Past<kind>& past, int64_t row, int64_t from,
-                 int64_t count, const Scratch& scratch) {
+template <Words kind, int kStep>
+void attend_some(int rows, const Call& call, const Head& head, const Past<kind, kStep>& past, int64_t row,
+                 int64_t from, int64_t count, const Scratch& scratch) {
   switch (rows) {
     case 1: return attend_rows<1>(call, head, past, row, from, count, scratch);
     case 2: return attend_rows<2>(call, head, past, row, from, count, scratch);
@@ -311,24 +321,32 @@ void attend_vectors(const Call& call, const Task& task) {
   std::fill(scratch.out, scratch.out + task.heads * rows * dim, 0.0f);
   std::fill(scratch.maxima, scratch.maxima + task.heads * rows, kHidden);
   std::fill(scratch.sums, scratch.sums + task.heads * rows * kVec, 0.0f);
-  // Tasks begin a multiple of kStep after a block's beginning, so a piece that divides blocks lies within one.
-  const bool in_place = call.paged.block_size % kPiece == 0 && (kPack == 2 || rows <= kRows);
-  for (int64_t from = task.begin; from < task.end; from += kStep) {
-    const int64_t count = std::min<int64_t>(kStep, task.end - from);
-    for (int64_t h = 0; h < task.heads; ++h) {
-      const Head head(call, task, h, scratch);
-      const auto attend_to = [&](const auto& past) {
+  const auto attend_in_steps = [&](int step, const auto& past_of) {
+    for (int64_t from = task.begin; from < task.end; from += step) {
+      const int64_t count = std::min<int64_t>(step, task.end - from);
+      for (int64_t h = 0; h < task.heads; ++h) {
+        const Head head(call, task, h, scratch);
+        const auto past = past_of(head.task, from, count);
         for (int64_t row = 0; row < rows; row += kRows) {
           const int some = int(std::min<int64_t>(kRows, rows - row));
           // Tokens come in order, so rows of which the last sees nothing yet need not look.
           if (call.position(task, (row + some - 1) / call.group()) >= from)
             attend_some(some, call, head, past, row, from, count, scratch);
         }
-      };
-      if (in_place) attend_to(cached(call, head.task, from));
-      else attend_to(lay_out(call, head.task, from, count, scratch));
+      }
     }
-  }
+  };
+  // Tasks begin a multiple of kLongStep after a block's beginning, so a piece that divides blocks lies within one.
+  const bool in_place = call.paged.block_size % kPiece == 0 && (kPack == 2 || rows <= kRows);
+  if (!in_place)
+    attend_in_steps(kLongStep, [&](const Task& one, int64_t from, int64_t count) {
+      return lay_out(call, one, from, count, scratch);
+    });
+  else if (call.plan.fixed)  // in the same steps however many rows there are
+    attend_in_steps(kLongStep, [&](const Task& one, int64_t from, int64_t) { return cached<kLongStep>(call, one, from); });
+  else
+    attend_in_steps(kCachedStep,
+                    [&](const Task& one, int64_t from, int64_t) { return cached<kCachedStep>(call, one, from); });
   for (int64_t h = 0; h < task.heads; ++h) {
     const Head head(call, task, h, scratch);
     for (int64_t row = 0; row < rows; ++row) {
