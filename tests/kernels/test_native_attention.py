@@ -68,6 +68,18 @@ def test_a_long_past_is_split_and_merged(backend: NativeBackend) -> None:
     assert_close(*attend(backend, batch, None))
 
 
+@pytest.mark.parametrize("isa", supported_isas())
+@pytest.mark.parametrize("threads", [1, 3, 12])
+def test_any_number_of_threads_shares_the_work(isa: str, threads: int) -> None:
+    """Heads and pasts are split as there are threads for them, for one sequence and for several of very different
+    lengths."""
+    backend = NativeBackend(library(isa, threads))
+    for shapes in ([(1, 200)], [(1, 2000), (1, 70), (40, 300)], [(1, 30 * i + 1) for i in range(9)]):
+        batch = make_batch(shapes, block_size=16, kv_heads=3, group=3, head_dim=64, dtype=torch.bfloat16)
+        for window in (None, 100):
+            assert_close(*attend(backend, batch, window))
+
+
 def test_a_row_does_not_depend_on_its_batch(backend: NativeBackend) -> None:
     """A poisoned neighbour changes no bit of the others, and its own rows say that they are poisoned."""
     shapes = [(1, 40), (1, 9), (1, 33), (6, 20), (6, 20)]

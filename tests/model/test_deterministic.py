@@ -22,6 +22,7 @@ from tests.model.tiny import error, int32, write_model
 BLOCK_SIZE = 16
 LENGTHS = (300, 130, 17, 150, 260, 41, 16)
 SHARED_BLOCKS = 7
+SHARED_END = SHARED_BLOCKS * BLOCK_SIZE
 
 
 @torch.inference_mode()
@@ -30,7 +31,7 @@ def logits_of(model: Transformer, prompts: list[list[int]], rng: random.Random) 
     begin with the same blocks, which the first of them computes."""
     architecture = model.architecture
     tables = np.arange(len(prompts) * 32).reshape(-1, 32)
-    sharing = [i for i, prompt in enumerate(prompts) if len(prompt) > SHARED_BLOCKS * BLOCK_SIZE]
+    sharing = [i for i, prompt in enumerate(prompts) if len(prompt) > SHARED_END]
     computed = [0] * len(prompts)
     for i in sharing[1:]:
         tables[i, :SHARED_BLOCKS] = tables[sharing[0], :SHARED_BLOCKS]
@@ -42,9 +43,13 @@ def logits_of(model: Transformer, prompts: list[list[int]], rng: random.Random) 
     while any(len(prompt) > done for prompt, done in zip(prompts, computed, strict=True)):
         ready = [i for i in range(len(prompts)) if computed[i] < len(prompts[i])]
         chosen = rng.sample(ready, rng.randint(1, len(ready)))
-        counts = [min(len(prompts[i]) - computed[i], rng.choice([1, 2, 8, 33, 64, 300])) for i in chosen]
+        counts = []
+        for i in chosen:
+            # Every other chunk ends where the shared part does at the latest, so that there are steps that share it.
+            end = rng.choice([SHARED_END, LENGTHS[0]]) if computed[i] < SHARED_END else LENGTHS[0]
+            counts.append(min(len(prompts[i]) - computed[i], end - computed[i], rng.choice([1, 2, 8, 33, 64, 300])))
         ends = [computed[i] + c for i, c in zip(chosen, counts, strict=True)]
-        members = [k for k, i in enumerate(chosen) if i in sharing and computed[i] >= SHARED_BLOCKS * BLOCK_SIZE]
+        members = [k for k, i in enumerate(chosen) if i in sharing and computed[i] >= SHARED_END]
         batch = StepBatch(
             block_tables=tables,
             rows=int32(chosen),
@@ -76,7 +81,7 @@ def test_logits_are_bit_equal_in_any_batch_and_chunking(
     without a window, which forbids sharing, they differ, by rounding: there is something to see."""
     write_model(tmp_path, variant, **SIZES)
     rng = random.Random(7)
-    beginning = [rng.randrange(3, 100) for _ in range(SHARED_BLOCKS * BLOCK_SIZE)]
+    beginning = [rng.randrange(3, 100) for _ in range(SHARED_END)]
     prompts = [(beginning + [rng.randrange(3, 100) for _ in range(300)])[:n] for n in LENGTHS]
     backends = [NativeBackend(library(isa, 2, deterministic)) for deterministic in (True, False)]
     differences = []

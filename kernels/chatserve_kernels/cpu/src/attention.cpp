@@ -1,5 +1,7 @@
 #include "attention.h"
 
+#include <functional>
+
 #include "attention_task.h"
 
 namespace cs {
@@ -7,10 +9,11 @@ namespace cs {
 namespace {
 
 constexpr int64_t kMaxTaskRows = 96;   // query rows of one task: they share the work of laying out keys and values
-constexpr int64_t kMinSplit = 128;     // tokens of past that are worth a task of their own
-constexpr int64_t kStep = 64;          // tokens that are attended to at a time; what is split is split at multiples from its beginning
-constexpr int64_t kTasksPerThread = 6;
+constexpr int64_t kStep = 64;          // tokens of past: tasks end at multiples of it from their piece's beginning
 constexpr int64_t kLayoutRows = 4;     // laying out keys and values costs about as much as this many rows
+constexpr int64_t kTaskCost = 672;     // beginning a task costs as much as three heads of a row's 32 tokens (measured)
+constexpr int64_t kTasksPerThread = 6;  // that cutting may add
+constexpr int64_t kNever = INT64_MAX;
 constexpr int64_t kHeadRows = 24;      // rows up to which a task takes several heads: a block holds them side by side
 constexpr int kMergesPerTask = 16;
 
@@ -23,8 +26,6 @@ struct Piece {
   const int64_t* table;
   int64_t first, count, begin, end;
   bool whole;  // nothing else of these tokens' past is attended to elsewhere
-
-  int64_t cost(int64_t group) const { return (count * group + kLayoutRows) * (end - begin); }
 };
 
 class Planner {
@@ -90,25 +91,73 @@ class Planner {
     }
   }
 
-  void make_tasks(int threads) {
-    int64_t total = 0;
-    for (const Piece& piece : pieces_) total += piece.cost(group_) * paged_.kv_heads;
+  // How pieces become tasks: of so many tokens of the past, with several heads or with one.
+  struct Cut {
+    int64_t step;
+    bool apart;
+  };
+
+  int64_t together(const Piece& piece, bool apart) const {
+    return apart ? 1 : std::clamp<int64_t>(kHeadRows / (piece.count * group_), 1, paged_.kv_heads);
+  }
+
+  // body(piece, head, heads, begin, end) for every task of a cut.
+  template <class F>
+  void for_tasks(const Cut& cut, const F& body) const {
     for (const Piece& piece : pieces_) {
-      const int64_t together = std::clamp<int64_t>(kHeadRows / (piece.count * group_), 1, paged_.kv_heads);
-      const int64_t cost = piece.cost(group_) * together, length = piece.end - piece.begin;
-      int64_t splits = 1;
-      if (threads > 1 && !fixed_ && cost * 3 * threads > total)
-        splits = std::clamp<int64_t>(cost * kTasksPerThread * threads / total, 1, std::max<int64_t>(1, length / kMinSplit));
-      const int64_t step = round_up((length + splits - 1) / splits, kStep);
-      const bool partial = !piece.whole || step < length;
-      for (int64_t head = 0; head < paged_.kv_heads; head += together)
-        for (int64_t from = piece.begin; from < piece.end; from += step) {
-          const int64_t heads = std::min(together, paged_.kv_heads - head);
-          plan_.tasks.push_back({piece.table, head, heads, piece.first, piece.count, from,
-                                 std::min(piece.end, from + step), partial ? plan_.num_records : -1});
-          if (partial) plan_.num_records += heads * piece.count * group_;
-        }
+      const int64_t heads = together(piece, cut.apart);
+      for (int64_t head = 0; head < paged_.kv_heads; head += heads)
+        for (int64_t from = piece.begin; from < piece.end; from += cut.step)
+          body(piece, head, std::min(heads, paged_.kv_heads - head), from, std::min(piece.end, from + cut.step));
     }
+  }
+
+  // When the last thread is done if they take a cut's tasks longest first; never if those are more than `most`.
+  int64_t makespan(const Cut& cut, int threads, size_t most) const {
+    std::vector<int64_t> costs, busy(size_t(threads), 0);
+    for_tasks(cut, [&](const Piece& piece, int64_t, int64_t heads, int64_t begin, int64_t end) {
+      costs.push_back((piece.count * group_ + kLayoutRows) * (end - begin) * heads + kTaskCost);
+    });
+    if (costs.size() > most) return kNever;
+    std::sort(costs.begin(), costs.end(), std::greater<>());
+    for (int64_t cost : costs) {  // a heap whose first is done first
+      std::pop_heap(busy.begin(), busy.end(), std::greater<>());
+      busy.back() += cost;
+      std::push_heap(busy.begin(), busy.end(), std::greater<>());
+    }
+    return *std::max_element(busy.begin(), busy.end());
+  }
+
+  // The cut that is done first: few tasks leave threads idle, many cost their beginnings.
+  Cut best_cut(int threads) const {
+    int64_t longest = kStep, total = 0;
+    size_t most = size_t(kTasksPerThread * threads);
+    for (const Piece& piece : pieces_) {
+      most += size_t((paged_.kv_heads + together(piece, false) - 1) / together(piece, false));
+      longest = std::max(longest, round_up(piece.end - piece.begin, kStep));
+      total += (piece.count * group_ + kLayoutRows) * (piece.end - piece.begin) * paged_.kv_heads;
+    }
+    Cut best{longest, false};
+    if (threads == 1 || fixed_) return best;
+    const int64_t enough = total / threads * 17 / 16;
+    int64_t soonest = makespan(best, threads, most);
+    for (const bool apart : {false, true})
+      for (int64_t parts = 1; soonest > enough; parts += std::max<int64_t>(1, parts / 3)) {
+        const Cut cut{round_up((longest + parts - 1) / parts, kStep), apart};
+        const int64_t done = makespan(cut, threads, most);
+        if (done < soonest) soonest = done, best = cut;
+        if (done == kNever || cut.step == kStep) break;
+      }
+    return best;
+  }
+
+  void make_tasks(int threads) {
+    for_tasks(best_cut(threads), [&](const Piece& piece, int64_t head, int64_t heads, int64_t begin, int64_t end) {
+      const bool partial = !piece.whole || begin > piece.begin || end < piece.end;
+      plan_.tasks.push_back(
+          {piece.table, head, heads, piece.first, piece.count, begin, end, partial ? plan_.num_records : -1});
+      if (partial) plan_.num_records += heads * piece.count * group_;
+    });
   }
 
   void make_merges() {
