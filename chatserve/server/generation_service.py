@@ -118,7 +118,12 @@ class GenerationService:
             self.tenants.check(principal.tenant)
 
     def count_request(self, principal: Principal) -> None:
-        """Count a request that works without generating; raises `RateLimitError` where that is one too many."""
+        """Count a request that works without generating.
+
+        Raises:
+            RateLimitError: it is one too many.
+            AuthenticationError: the tenant is gone.
+        """
         with self._counting_refusals():
             self.tenants.count_request(principal.tenant)
 

@@ -156,7 +156,8 @@ class TenantRegistry:
             RateLimitError: over it; nothing is counted.
             AuthenticationError: the tenant is gone.
         """
-        refusal = self.account(tenant).count_request(self.tenant(tenant).limits, self._monotonic())
+        limits = self.tenant(tenant).limits
+        refusal = self.account(tenant).count_request(limits, self._monotonic())
         if refusal is not None:
             raise self._refused(tenant, refusal)
 

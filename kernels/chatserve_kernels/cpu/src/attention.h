@@ -3,7 +3,7 @@
 // A step is planned once (`AttentionPlan`) and the plan run for each layer. Query heads that share a key/value head are
 // rows of one task, next to each other's tokens, so every key and value is read once for all of them. Softmax is
 // computed online in float32 (Milakov & Gimelshein 2018). Parts of the past that several sequences share are attended
-// to once for all of them, long pasts are split where a step has fewer tasks than the threads can share, and what was
+// to once for all of them, pasts are cut and heads taken apart where the threads would then be done sooner, and what was
 // computed in parts is merged by log-sum-exp.
 #pragma once
 

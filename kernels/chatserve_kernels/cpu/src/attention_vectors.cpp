@@ -3,7 +3,7 @@
 // Scores and outputs are the same product: of a few rows of words, each spread over a vector, and a matrix of words, in
 // which lanes are positions (keys) or elements (values). The cache is such a matrix, in pieces. Where a block is smaller
 // than a piece, or many rows would take the same words apart, 64 positions are laid out first for all rows of the task.
-// What a row gets does not depend on the rows beside it.
+// What a row gets does not depend on what the rows beside it hold, nor, in a fixed plan, on how many there are.
 #include "attention_task.h"
 #include "vector.h"
 
@@ -18,7 +18,7 @@ constexpr int kLongStep = 64;  // positions at a time
 // Where they are read as they lie: a piece, whose heads lie side by side, is read in one run (5 % of a decode step on
 // AVX2). Wider vectors take more at a time, for their sums to be many enough.
 constexpr int kCachedStep = kVec == 16 ? kLongStep : kPiece;
-constexpr int kRows = 6;    // rows at a time
+constexpr int kRows = 6;  // rows at a time
 
 // Columns (in vectors) at a time: sums fill the registers but for a column and the rows' words.
 constexpr int columns_of(int rows) { return kVec == 16 ? 4 : rows == 1 ? 8 : rows <= 3 ? 4 : 2; }

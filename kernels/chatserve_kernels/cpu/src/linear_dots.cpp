@@ -99,7 +99,7 @@ void dot_tile(const uint8_t* unit, const Activation& a, int row0, float (*y)[kLa
   const __m256i nibble = _mm256_set1_epi8(15), low = _mm256_set1_epi16(255), ones = _mm256_set1_epi16(1);
   __m256 total[R][2];
   unrolled<R>([&](auto r) { total[r][0] = total[r][1] = _mm256_setzero_ps(); });
-  for (int g = 0; g < groups; ++g, unit += unit_bytes(kFourBit ? kQ4_1 : kQ8_0), x += kGroup, wide += kGroup) {
+  for (int g = 0; g < groups; ++g, unit += unit_bytes(kFourBit ? kQ4_1 : kQ8_0), x += kGroup) {
     if (row0 == 0)
       for (int64_t line = 0; line < unit_bytes(kFourBit ? kQ4_1 : kQ8_0); line += 64)
         _mm_prefetch(reinterpret_cast<const char*>(unit + kPrefetch + line), _MM_HINT_T0);
@@ -130,7 +130,7 @@ void dot_tile(const uint8_t* unit, const Activation& a, int row0, float (*y)[kLa
       unrolled<R>([&](auto r) { sum[r][0] = sum[r][1] = _mm256_set1_epi32(-128 * whole_sums[r * groups + g]); });
       const auto add_products = [&](int at, __m256i first, __m256i second) {
         unrolled<R>([&](auto r) {
-          const __m256i values = spread_word(wide + r * inputs + at);
+          const __m256i values = spread_word(wide + r * inputs + g * kGroup + at);
           sum[r][0] = settled(_mm256_add_epi32(sum[r][0], _mm256_madd_epi16(first, values)));
           sum[r][1] = settled(_mm256_add_epi32(sum[r][1], _mm256_madd_epi16(second, values)));
         });
