@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
+import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -135,6 +137,29 @@ def test_rows_are_what_was_placed_in_them_last(backend: Backend) -> None:
         sampler.place(at, SamplingParams(seed=0, temperature=0.0), np.array([1], np.int32), 1)
     again = choose(sampler, logits, np.array([0, 1, 2], np.int32), backend)
     assert (again.tokens.tolist(), again.logprobs) == (best, None)
+
+
+def test_who_comes_and_goes_moves_nobodys_draws(backend: Backend) -> None:
+    """However the rows of the steps change, a row's n-th token is the one it draws alone after n - 1."""
+    logits, rng = random_logits(3, rows=4), random.Random(3)
+    options: list[dict[str, Any]] = [{"temperature": 0.0}, *({"temperature": 1.5, "seed": seed} for seed in (7, 8, 9))]
+    rows = [row(vocab=logits.shape[1], **one) for one in options]
+    sampler, outputs = placed(rows, backend), [0] * 4
+    for _ in range(60):
+        chosen = np.array(sorted(rng.sample(range(4), rng.randint(1, 4))), np.int32)
+        for _ in range(rng.randint(1, 3)):
+            tokens = choose(sampler, logits[chosen], chosen, backend).tokens.tolist()
+            for at, token in zip(chosen.tolist(), tokens, strict=True):
+                again = dataclasses.replace(rows[at], output=(4,) * outputs[at])
+                alone = choose(placed([again], backend), logits[at : at + 1], np.zeros(1, np.int32), backend)
+                assert token == alone.tokens[0]
+                outputs[at] += 1
+        if rng.random() < 0.3:  # another sequence in somebody's place
+            at = rng.randrange(4)
+            outputs[at] = rng.randrange(9)
+            known = np.array([*rows[at].prompt, *[4] * outputs[at]], np.int32)
+            sampler.free(at)
+            sampler.place(at, rows[at].params, known, len(rows[at].prompt))
 
 
 def test_rows_with_different_options_do_not_influence_each_other(sample: Sample) -> None:
