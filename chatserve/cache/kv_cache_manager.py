@@ -12,10 +12,10 @@ and interned scopes; knows neither requests nor tensors. The scheduler is its on
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Callable
 
 import numpy as np
+import numpy.typing as npt
 import xxhash
 
 from chatserve.cache.block_pool import BlockPool
@@ -24,6 +24,8 @@ from chatserve.cache.eviction import EvictionOrder, Evictor, Shares
 from chatserve.cache.match import Match
 from chatserve.cache.node import TOKEN_BYTES
 from chatserve.cache.radix_tree import RadixTree
+
+Int32s = npt.NDArray[np.int32]
 
 
 def xxh3_hash(seed: int) -> Callable[[bytes], int]:
@@ -301,7 +303,7 @@ class KVCacheManager:
 
     # ------------------------------------------------------------------ giving
 
-    def publish(self, table: BlockTable, tokens: array[int], num_computed: int, now: int) -> list[TableChange]:
+    def publish(self, table: BlockTable, tokens: Int32s, num_computed: int, now: int) -> list[TableChange]:
         """Show every whole computed block to the scope; where the tree has it already, adopt the tree's.
 
         Returns:
@@ -355,7 +357,7 @@ class KVCacheManager:
         child.detached = parent.detached
         return self._adopt(child, parent.blocks[child.num_published : parent.num_published])
 
-    def release(self, table: BlockTable, tokens: array[int], num_computed: int, now: int) -> None:
+    def release(self, table: BlockTable, tokens: Int32s, num_computed: int, now: int) -> None:
         """End a sequence's hold: publish what it computed, the partial last block included, then let go."""
         self.publish(table, tokens, num_computed, now)
         full = num_computed // self.block_size

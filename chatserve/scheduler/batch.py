@@ -9,7 +9,6 @@ touches. Written by `Scheduler` alone.
 from __future__ import annotations
 
 import heapq
-from array import array
 from bisect import bisect_left
 from collections import Counter
 
@@ -23,6 +22,8 @@ NEVER = np.iinfo(np.int32).max
 
 Int32s = npt.NDArray[np.int32]
 
+_NO_TOKENS: Int32s = np.empty(0, np.int32)
+
 Index = slice | Int32s
 """Rows as numpy wants them: a slice where they are the first ones, all of them; a view costs a tenth of a gather."""
 
@@ -35,7 +36,6 @@ class Decode:
         index: the same for indexing columns.
         num_new, sources: as `SchedulerOutput` has them.
         request_ids, choices: as `StepNews` has them.
-        tokens: the rows' token arrays.
         token_ids: as `SchedulerOutput` has them; what this step brings is what the next one computes.
         tenants: who is charged, and for how many of the rows.
     """
@@ -50,7 +50,6 @@ class Decode:
         "sources",
         "tenants",
         "token_ids",
-        "tokens",
     )
 
     def __init__(self, batch: Batch) -> None:
@@ -62,17 +61,18 @@ class Decode:
         self.sources = np.arange(count, dtype=np.int32).tobytes()
         self.request_ids = batch.request_ids[index].tobytes()
         self.choices = batch.choices[index].tobytes()
-        self.tokens = [batch.tokens[row] for row in self.rows.tolist()]
-        self.token_ids = array("i", [tokens[-1] for tokens in self.tokens]).tobytes()
+        self.token_ids = batch.last_tokens(self.rows)
         self.tenants = Counter(batch.tenants[index].tolist())
 
 
 class Batch:
     """Rows, and the order in which they are served.
 
-    ``tokens[row]`` is the sequence's own token array, here because the usual step only appends to it. ``prefilling``
-    are the rows whose next tokens are not simply the last one: prompts, and what is computed again.
+    ``tokens`` (int32 [rows, max_tokens]) has the known tokens of each row's sequence, prompt first: a matrix, because
+    the usual step appends one to all. ``prefilling`` are the rows whose next tokens are not simply the last one:
+    prompts, and what is computed again.
     Columns (int32 unless said otherwise), meaningful where ``sequences[row]`` is set:
+        known: how many tokens there are.
         computed: tokens whose KV is in the cache. A row that decodes knows one more.
         capacity: tokens that may be computed before the block table must change.
         publish_at: computed tokens at which the next whole blocks are due for publication; NEVER if none are.
@@ -85,9 +85,15 @@ class Batch:
     ``prefixes`` knows which rows begin with the same blocks.
     """
 
-    def __init__(self, max_num_seqs: int) -> None:
+    def __init__(self, max_num_seqs: int, max_tokens: int) -> None:
+        """
+        Args:
+            max_tokens: prompt and output of one sequence.
+        """
         self.sequences: list[Sequence | None] = [None] * max_num_seqs
-        self.tokens: list[array[int]] = [array("i")] * max_num_seqs
+        # The system provides memory for what is written and no more.
+        self.tokens: Int32s = np.zeros((max_num_seqs, max_tokens), np.int32)
+        self.known: Int32s = np.zeros(max_num_seqs, np.int32)
         self.prefilling: set[int] = set()
         self.num_own_stops = 0
         self.computed: Int32s = np.zeros(max_num_seqs, np.int32)
@@ -144,16 +150,31 @@ class Batch:
 
     def next_is_decode(self, row: int) -> bool:
         """Whether only the row's last token is to be computed, and that is not of its prompt."""
-        sequence, known = self.sequences[row], len(self.tokens[row])
-        return sequence is not None and known - self.computed[row] == 1 and known > sequence.request.num_prompt
+        sequence, known = self.sequences[row], self.known[row]
+        return sequence is not None and bool(known - self.computed[row] == 1 and known > sequence.request.num_prompt)
+
+    def known_tokens(self, row: int) -> Int32s:
+        """Tokens of a row, in place."""
+        return self.tokens[row, : self.known[row]]
+
+    def last_tokens(self, rows: Int32s) -> bytes:
+        """int32, the newest token of each of these rows."""
+        return self.tokens[rows, self.known[rows] - 1].tobytes()
+
+    def append(self, rows: Int32s, tokens: Int32s) -> None:
+        """Each of these rows gets one more token."""
+        self.tokens[rows, self.known[rows]] = tokens
+        self.known[rows] += 1
 
     def place(self, sequence: Sequence, num_computed: int) -> int:
-        """Give a sequence a row and fill its columns; its table is set already."""
+        """Give a sequence a row, move its tokens there and fill its columns; its table is set already."""
         row = heapq.heappop(self._free_rows)
         request, sampling = sequence.request, sequence.sampling
         sequence.row = row
         self.sequences[row] = sequence
-        self.tokens[row] = sequence.tokens
+        known = self.known[row] = len(sequence.tokens)
+        self.tokens[row, :known] = sequence.tokens
+        sequence.tokens = _NO_TOKENS
         self.computed[row] = num_computed
         # A sequence knows one token more than it has computed when a new one comes.
         self.end_at[row] = request.max_total - 1
@@ -173,8 +194,9 @@ class Batch:
         return row
 
     def free(self, sequence: Sequence) -> int:
-        """Take a sequence out; returns the row it had."""
+        """Take a sequence out, with its tokens; returns the row it had."""
         row = sequence.row
+        sequence.tokens = self.known_tokens(row).copy()
         at = bisect_left(self._order_keys, (sequence.request.priority_class, sequence.admission))
         del self._order_keys[at]
         del self._order[at]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import numpy as np
+
 from chatserve.cache.block_table import BlockTable
 from chatserve.cache.invariants import check_manager, require
 from chatserve.scheduler.request import Status
@@ -28,8 +30,10 @@ def check_scheduler(scheduler: Scheduler, pinned: Iterable[BlockTable] = ()) -> 
     check_manager(manager, [*pinned, *(s.table for s in running if s.table is not None)])
     for sequence in running:
         row, table = sequence.row, sequence.table
-        known, computed = len(sequence.tokens), int(batch.computed[row])
-        require(table is not None and batch.tokens[row] is sequence.tokens, "a row has another's tokens")
+        known, computed = int(batch.known[row]), int(batch.computed[row])
+        prompt = np.frombuffer(sequence.request.prompt, np.int32)
+        own = np.array_equal(batch.tokens[row, : len(prompt)], prompt) and not len(sequence.tokens)
+        require(table is not None and known >= len(prompt) and own, "a row has another's tokens")
         require(computed < known <= sequence.request.max_total, "computed tokens are miscounted")
         decodes = known - computed == 1 and known > sequence.request.num_prompt
         require((row in batch.prefilling) != decodes, "a row that decodes is taken for one that prefills, or reversed")

@@ -67,14 +67,14 @@ class Plan:
         self._chunk_sizes: list[int] = []
         self._chunk_tokens: list[bytes] = []
 
-    def add_sequence(self, sequence: Sequence) -> None:
-        """A sequence appears in its row."""
+    def add_sequence(self, sequence: Sequence, tokens: Int32s) -> None:
+        """A sequence appears in its row, with the tokens it has so far."""
         table = sequence.table
         assert table is not None
         self._new.append(
             NewSequence(
                 row=sequence.row,
-                token_ids=sequence.tokens.tobytes(),
+                token_ids=tokens.tobytes(),
                 num_prompt_tokens=sequence.request.num_prompt,
                 block_table=np.array(table.blocks, np.int32).tobytes(),
                 sampling=sequence.sampling,
@@ -106,8 +106,7 @@ class Plan:
             sizes = np.concatenate((np.ones(len(decodes), np.int32), np.array(self._chunk_sizes, np.int32)))
             computed = batch.computed[self.rows]
             self.after = computed + sizes
-            known = np.array([len(batch.tokens[row]) for row in self.rows.tolist()])
-            sampled = np.flatnonzero(self.after == known).astype(np.int32)
+            sampled = np.flatnonzero(self.after == batch.known[self.rows]).astype(np.int32)
             self.sample_rows = self.rows[sampled]
             if self.forks:
                 index_of = {row: index for index, row in enumerate(self.rows.tolist())}
@@ -116,8 +115,7 @@ class Plan:
                 self.sample_rows = np.concatenate((self.sample_rows, forked[:, 1]))
             rows, sample_rows = self.rows.tobytes(), self.sample_rows.tobytes()
             num_new, sources = sizes.tobytes(), sampled.tobytes()
-            last_tokens = array("i", [batch.tokens[row][-1] for row in decodes.tolist()])
-            token_ids = last_tokens.tobytes() + b"".join(self._chunk_tokens)
+            token_ids = batch.last_tokens(decodes) + b"".join(self._chunk_tokens)
         elif manager.must_clear:
             # Purged memory is zeroed now, not when somebody happens to run.
             computed = self.rows

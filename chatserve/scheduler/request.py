@@ -1,13 +1,15 @@
 """A request and its sequences, as the scheduler sees them.
 
 A request is what a client sent; a *sequence* is one choice of it with its own tokens and block table. Both are
-written by `Scheduler` alone. While a sequence runs, its counters live in the columns of `Batch`, not here.
+written by `Scheduler` alone. While a sequence runs, its tokens and counters live in its row of `Batch`, not here.
 """
 
 from __future__ import annotations
 
-from array import array
 from enum import Enum
+
+import numpy as np
+import numpy.typing as npt
 
 from chatserve.cache.block_table import BlockTable
 from chatserve.sampling_params import SamplingParams
@@ -86,7 +88,7 @@ class Sequence:
     """One choice of a request.
 
     Attributes:
-        tokens: every known token, prompt first.
+        tokens: int32, every known token, prompt first, while it waits; none while it runs, then its row has them.
         table: its block table while it runs.
         row: its batch row while it runs, else -1.
         admission: rises with every admission; the last admitted is the first victim.
@@ -116,8 +118,7 @@ class Sequence:
         self.request = request
         self.choice = choice
         self.sampling = request.sampling.for_choice(choice)
-        self.tokens: array[int] = array("i")
-        self.tokens.frombytes(request.prompt)
+        self.tokens: npt.NDArray[np.int32] = np.frombuffer(request.prompt, np.int32)
         self.table: BlockTable | None = None
         self.row = -1
         self.status = Status.WAITING

@@ -8,7 +8,6 @@ one step, `update` takes the worker's answer. No clock, no I/O, no randomness: t
 from __future__ import annotations
 
 import math
-from array import array
 from collections import Counter
 from collections.abc import Iterable
 
@@ -79,7 +78,7 @@ class Scheduler:
         self.tenants = Tenants()
         self.requests = RequestBook(self.tenants)
         self.waiting = WaitingRoom(config.ageing_steps, config.max_overtakes, self.tenants)
-        self.batch = Batch(config.max_num_seqs)
+        self.batch = Batch(config.max_num_seqs, self.max_total_tokens())
         self._num_admissions = 0
         self._claims = Claims()
         self._changes = RowChanges()
@@ -158,8 +157,7 @@ class Scheduler:
         if plan.decode is not None and not output.failed and min(ids) >= 0 and max(ids) < self._vocab_size:
             # The usual step: what its rows have in common is known already.
             decode = plan.decode
-            for row_tokens, token in zip(decode.tokens, ids, strict=True):
-                row_tokens.append(token)
+            batch.append(decode.rows, np.frombuffer(output.tokens, np.int32))
             decode.token_ids = output.tokens
             self.tenants.charge_generated(decode.tenants)
             news = StepNews(decode.request_ids, decode.choices, output.tokens, output.logprobs)
@@ -167,11 +165,11 @@ class Scheduler:
         else:
             rows, ids, logprobs = self._fail_and_keep(output, ids)
             index = rows
-            for row, token in zip(rows.tolist(), ids, strict=True):
-                batch.tokens[row].append(token)
+            tokens = np.array(ids, np.int32)
+            batch.append(rows, tokens)
             self.tenants.charge_generated(Counter(batch.tenants[rows].tolist()))
             news = StepNews(
-                *(batch.request_ids[rows].tobytes(), batch.choices[rows].tobytes(), array("i", ids).tobytes(), logprobs)
+                batch.request_ids[rows].tobytes(), batch.choices[rows].tobytes(), tokens.tobytes(), logprobs
             )
         self.counters.generation_tokens += len(ids)
         self._publish(plan)
@@ -199,7 +197,7 @@ class Scheduler:
             if sequence is None or sequence.table is None:
                 continue
             table = sequence.table
-            changes = self.manager.publish(table, sequence.tokens, int(batch.computed[row]), self.step)
+            changes = self.manager.publish(table, batch.known_tokens(row), int(batch.computed[row]), self.step)
             self._changes.note(row, changes)
             batch.publish_at[row] = self._next_publication(table, 1 if row in batch.prefilling else DECODED_RUN)
         for parent_row, child_row in plan.forks:
@@ -278,9 +276,10 @@ class Scheduler:
     def _leave_batch(self, sequence: Sequence) -> None:
         """Release blocks and row; a plan in the making must not mention the row any more."""
         assert sequence.table is not None
-        self.manager.release(sequence.table, sequence.tokens, int(self.batch.computed[sequence.row]), self.step)
+        batch, row = self.batch, sequence.row
+        self.manager.release(sequence.table, batch.known_tokens(row), int(batch.computed[row]), self.step)
         sequence.table = None
-        self._changes.free(self.batch.free(sequence))
+        self._changes.free(batch.free(sequence))
 
     def _preempt(self, sequence: Sequence) -> None:
         """Back to the queue with every token it has; its blocks stay cached while space lasts."""
@@ -387,7 +386,7 @@ class Scheduler:
             return
         batch, row, table = self.batch, sequence.row, sequence.table
         assert table is not None
-        tokens = sequence.tokens.tobytes()
+        tokens = batch.known_tokens(row).tobytes()
         computed, changes = self.manager.extend_match(table, tokens, int(batch.computed[row]), self.step)
         batch.computed[row] = computed
         if changes:
@@ -416,7 +415,7 @@ class Scheduler:
             self._claims.add(parent, block, sequence.request.scopes[-1])
 
     def _plan_chunk(self, sequence: Sequence, computed: int, tokens: bytes, budget: PrefillBudget) -> None:
-        tenant, missing = sequence.request.tenant, len(sequence.tokens) - computed
+        tenant, missing = sequence.request.tenant, len(tokens) // 4 - computed
         size = min(budget.left(tenant), missing)
         budget.spend(tenant, size, completes=size == missing)
         self._plan.add_chunk(sequence.row, tokens[computed * 4 : (computed + size) * 4])
@@ -506,4 +505,4 @@ class Scheduler:
         row = batch.place(sequence, num_computed)
         batch.capacity[row] = len(table.blocks) * self.manager.block_size
         batch.publish_at[row] = self._next_publication(table)
-        self._plan.add_sequence(sequence)
+        self._plan.add_sequence(sequence, batch.known_tokens(row))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from array import array
-
 import numpy as np
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -39,7 +37,7 @@ class Desk:
         self.now += 1
         self.manager.take_copies()
         self.manager.finish_step()
-        self.manager.release(table, array("i", tokens), len(tokens) if computed is None else computed, self.now)
+        self.manager.release(table, np.array(tokens, np.int32), len(tokens) if computed is None else computed, self.now)
         check_manager(self.manager, [])
 
     def serve(self, tokens: list[int], scopes: tuple[int, ...] = ME) -> int:
@@ -163,7 +161,7 @@ def test_a_purged_scope_is_not_written_to_by_older_sequences() -> None:
     desk = Desk()
     table = desk.admit(list(range(10)))
     assert table is not None
-    desk.manager.publish(table, array("i", range(10)), 8, desk.now)
+    desk.manager.publish(table, np.arange(10, dtype=np.int32), 8, desk.now)
     desk.manager.purge(1)
     desk.finish(table, list(range(10)))
     assert desk.manager.pool.num_idle == 0
@@ -177,7 +175,7 @@ def test_discarded_work_leaves_the_tree_with_all_that_was_built_on_it() -> None:
     desk.serve(list(range(8)))
     bad = desk.admit(list(range(20)))
     assert bad is not None
-    desk.manager.publish(bad, array("i", range(20)), 16, desk.now)
+    desk.manager.publish(bad, np.arange(20, dtype=np.int32), 16, desk.now)
     desk.manager.discard(bad)
     desk.finish(bad, list(range(20)))
     assert desk.serve(list(range(20))) == 8
@@ -284,7 +282,7 @@ class ManagerMachine(RuleBasedStateMachine):
     @rule(index=st.integers(0, 20))
     def compute_and_publish(self, index: int) -> None:
         table, tokens, _ = self._pick(index)
-        self.manager.publish(table, array("i", tokens), len(tokens), self.tick())
+        self.manager.publish(table, np.array(tokens, np.int32), len(tokens), self.tick())
         self.live[index % len(self.live)] = (table, tokens, len(tokens))
 
     @precondition(lambda self: self.live)
@@ -299,7 +297,7 @@ class ManagerMachine(RuleBasedStateMachine):
     def fork(self, index: int) -> None:
         table, tokens, computed = self._pick(index)
         if computed == len(tokens) and not table.shared_tail:
-            self.manager.publish(table, array("i", tokens), computed, self.tick())
+            self.manager.publish(table, np.array(tokens, np.int32), computed, self.tick())
             self.live.append((self.manager.fork(table, computed), list(tokens), computed))
 
     @precondition(lambda self: self.live)
@@ -316,7 +314,7 @@ class ManagerMachine(RuleBasedStateMachine):
     def release(self, index: int) -> None:
         self.end_step()
         table, tokens, computed = self.live.pop(index % len(self.live))
-        self.manager.release(table, array("i", tokens), computed, self.tick())
+        self.manager.release(table, np.array(tokens, np.int32), computed, self.tick())
 
     @rule(scope=st.integers(0, 4))
     def purge(self, scope: int) -> None:
@@ -341,7 +339,7 @@ class ManagerMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         self.end_step()
         for table, tokens, computed in self.live:
-            self.manager.release(table, array("i", tokens), computed, self.tick())
+            self.manager.release(table, np.array(tokens, np.int32), computed, self.tick())
         check_manager(self.manager, [])
         assert self.manager.pool.num_held == 0
 
