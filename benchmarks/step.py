@@ -2,8 +2,9 @@
 
 Steps of the engine core with the executor that serves, in this process: whole steps are timed, and within them the
 calls into the kernels; what remains is Python (scheduling, the worker's bookkeeping, sampling, the frame). Prompts are
-random and end anywhere in a block, greedy rows take the best token and the others draw theirs. Cases take turns, so
-that all see the machine's slow moments. Run: ``scripts/bench step [--json]``; about a minute.
+random and end anywhere in a block. Rows take the best token, draw theirs, draw under all three penalties, or draw and
+want log-probabilities of five alternatives. Cases take turns, so that all see the machine's slow moments. Run:
+``scripts/bench step [--json]``; about two minutes.
 """
 
 from __future__ import annotations
@@ -27,7 +28,13 @@ from chatserve.engine.protocol import AddRequest
 from chatserve.sampling_params import SamplingParams
 from chatserve.scope import Scope
 
-CASES = tuple((rows, temperature) for rows in (1, 16, 64) for temperature in (0.0, 0.7))
+KINDS: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0.0},
+    "drawn": {"temperature": 0.7, "top_p": 0.95},
+    "penalised": {"temperature": 0.7, "presence_penalty": 0.5, "frequency_penalty": 0.5, "repetition_penalty": 1.1},
+    "logprobs": {"temperature": 0.7, "logprobs": 5},
+}
+CASES = tuple((rows, kind) for kind in KINDS for rows in (1, 16, 64))
 PROMPT_TOKENS, BLOCK_SIZE = 64, 16
 STEPS_PER_TURN = 40
 GOAL_MS = 0.3
@@ -60,7 +67,7 @@ class Kernels:
         return timed
 
 
-def decoding(loader: Loader, rows: int, temperature: float, turns: int) -> Load:
+def decoding(loader: Loader, rows: int, kind: str, turns: int) -> Load:
     """An engine whose ``rows`` sequences are past their prompts and will not end within the turns."""
     output = turns * STEPS_PER_TURN + rows + 100
     blocks = -(-(PROMPT_TOKENS + BLOCK_SIZE + output) // BLOCK_SIZE) + 1
@@ -68,13 +75,7 @@ def decoding(loader: Loader, rows: int, temperature: float, turns: int) -> Load:
     if not load.info.kernels.startswith("native"):
         raise RuntimeError("The compiled kernels do not run here: there is nothing to tell apart.")
     for number in range(rows):
-        options = SamplingParams(
-            max_tokens=output,
-            temperature=temperature,
-            top_p=0.95 if temperature else 1.0,
-            seed=number,
-            ignore_eos=True,
-        )
+        options = SamplingParams(max_tokens=output, seed=number, ignore_eos=True, **KINDS[kind])
         prompt = load.fresh_prompt(PROMPT_TOKENS + number % BLOCK_SIZE)
         load.core.add(AddRequest(number + 1, prompt.tobytes(), options, (Scope("tenant", "a"),), tenant="a"))
     for _ in range(output):  # after which the first would have ended
@@ -86,8 +87,8 @@ def decoding(loader: Loader, rows: int, temperature: float, turns: int) -> Load:
 def measure(loader: Loader, turns: int) -> dict[str, Any]:
     """Over all steps of each case."""
     loads = {case: decoding(loader, *case, turns) for case in CASES}
-    python: dict[tuple[int, float], list[float]] = {case: [] for case in CASES}
-    steps: dict[tuple[int, float], list[float]] = {case: [] for case in CASES}
+    python: dict[tuple[int, str], list[float]] = {case: [] for case in CASES}
+    steps: dict[tuple[int, str], list[float]] = {case: [] for case in CASES}
     kernels = Kernels()
     gc.collect()
     gc.freeze()  # as the engine process does
@@ -104,13 +105,13 @@ def measure(loader: Loader, turns: int) -> dict[str, Any]:
                     steps[case].append(seconds * 1e3)
                     python[case].append((seconds - kernels.seconds) * 1e3)
     return {
-        f"{rows} {'sampled' if temperature else 'greedy'}": {
-            "python_ms": round(statistics.median(python[rows, temperature]), 3),
-            "python_p95_ms": round(float(np.percentile(python[rows, temperature], 95)), 3),
-            "step_ms": round(statistics.median(steps[rows, temperature]), 2),
-            "python_share": round(float(np.sum(python[rows, temperature]) / np.sum(steps[rows, temperature])), 3),
+        f"{rows} {kind}": {
+            "python_ms": round(statistics.median(python[rows, kind]), 3),
+            "python_p95_ms": round(float(np.percentile(python[rows, kind], 95)), 3),
+            "step_ms": round(statistics.median(steps[rows, kind]), 2),
+            "python_share": round(float(np.sum(python[rows, kind]) / np.sum(steps[rows, kind])), 3),
         }
-        for rows, temperature in CASES
+        for rows, kind in CASES
     }
 
 

@@ -68,7 +68,8 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True, gc=False):
             _check(self.max_tokens >= 1, "max_tokens", "must be at least 1", self.max_tokens)
         _check(self.min_tokens >= 0, "min_tokens", "must not be negative", self.min_tokens)
         if self.max_tokens is not None:
-            _check(self.min_tokens <= self.max_tokens, "min_tokens", "must not exceed max_tokens", self.min_tokens)
+            rule = f"must not exceed the {self.max_tokens} tokens that the output may have"
+            _check(self.min_tokens <= self.max_tokens, "min_tokens", rule, self.min_tokens)
         _range("temperature", self.temperature, 0.0, 2.0)
         _check(0 <= self.top_k < 2**31, "top_k", "must be 0 or -1 (off) or a positive integer", self.top_k)
         _range("top_p", self.top_p, 0.0, 1.0)

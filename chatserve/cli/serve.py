@@ -121,10 +121,11 @@ def _announce(engine: EngineClient, ready: bool) -> None:
     info = engine.info
     kv_bytes = info.num_blocks * info.block_size * info.kv_bytes_per_token
     kernels = f"{info.kernels} kernels, " if info.kernels else ""
+    weights = f"{info.weights} weights " if info.weights else ""
     click.echo(
-        f"Engine ready: {info.model}, {info.dtype} on {info.device}, {kernels}{info.threads} threads, "
+        f"Engine ready: {info.model}, {weights}on {info.device}, {kernels}{info.threads} threads, "
         f"up to {info.max_model_len} tokens per sequence\n"
-        f"KV cache: {info.num_blocks} blocks of {info.block_size} tokens, {kv_bytes / 2**20:.0f} MiB "
+        f"KV cache: {info.num_blocks} blocks of {info.block_size} tokens, {info.dtype}, {kv_bytes / 2**20:.0f} MiB "
         f"({info.num_blocks * info.block_size} tokens)",
         err=True,
     )

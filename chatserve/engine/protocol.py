@@ -114,6 +114,8 @@ class EngineInfo(msgspec.Struct, frozen=True):
         prefill_tokens_per_second: measured at start; an input to the scheduler, so that a run can be replayed.
         eos_token_ids: the model's own end tokens, from its generation config.
         kernels: which kernels run, as in ``native-avx512`` or ``torch``.
+        dtype: of the cache.
+        weights: what most weights are in, as in ``q4_1`` or ``bfloat16``.
     """
 
     model: str
@@ -134,6 +136,7 @@ class EngineInfo(msgspec.Struct, frozen=True):
     num_host_blocks: int = 0
     prefill_tokens_per_second: float = 0.0
     kernels: str = ""
+    weights: str = ""
 
 
 class EngineReady(msgspec.Struct, frozen=True, array_like=True, tag="ready"):

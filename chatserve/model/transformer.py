@@ -77,6 +77,13 @@ class Transformer:
         """Whether the network runs in the compiled kernels, one call per step."""
         return self._decoder is not None
 
+    @property
+    def weight_format(self) -> str:
+        """What most weights are in, in memory: a block format of GGUF's, or a dtype."""
+        if self._decoder is None or self._decoder.weight_format == "bf16":
+            return str(self._embedding.dtype).removeprefix("torch.")
+        return self._decoder.weight_format
+
     def run(self, batch: StepBatch, kv_cache: Tensor) -> StepLogits:
         """Compute one step's tokens, store their keys and values, and give the logits that are wanted.
 

@@ -53,7 +53,7 @@ def create_app(context: ServerContext) -> Starlette:
     ]
     if context.config.tenancy.admin_api_key is not None:
         routes += _admin_routes(Admin(context), PrefixEndpoints(context))
-    paths = [route.path for route in routes]
+    paths = {route.endpoint: route.path for route in routes}
     app = Starlette(
         routes=[
             *routes,

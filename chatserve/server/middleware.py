@@ -12,9 +12,9 @@ import math
 import re
 import secrets
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 import structlog
 from starlette.responses import Response
@@ -96,15 +96,18 @@ def require_admin(scope: Scope) -> None:
 class EdgeMiddleware:
     """Wraps the whole application."""
 
-    def __init__(self, app: ASGIApp, context: ServerContext, paths: Collection[str], files: Collection[str]) -> None:
+    def __init__(
+        self, app: ASGIApp, context: ServerContext, paths: Mapping[Callable[..., Any], str], files: Collection[str]
+    ) -> None:
         """
         Args:
-            paths: paths of all routes, the only ones that become metric labels.
+            paths: of all routes, by what answers there; the only ones that become metric labels.
             files: paths of the page's files, open to everybody.
         """
         self._app = app
         self._context = context
-        self._paths = frozenset(paths)
+        self._path_of = dict(paths)
+        self._paths = frozenset(paths.values())
         self._files = frozenset(files)
         self._log = structlog.get_logger("chatserve.request")
 
@@ -204,7 +207,10 @@ class EdgeMiddleware:
     def _record(self, scope: Scope, info: RequestInfo, status: int) -> None:
         path = scope["path"]
         seconds = time.perf_counter() - info.started
-        handler = path if path in self._paths else "ui" if path in self._files else "other"
+        # The router has told what answers, if the request came that far: paths with names in them are known by that.
+        answered_by: Any = scope.get("endpoint")
+        known = path if path in self._paths else self._path_of.get(answered_by)
+        handler = known or ("ui" if path in self._files else "other")
         method = scope["method"] if scope["method"] in _METHODS else "other"
         self._context.metrics.observe_http(handler, method, status, seconds, retry=is_retry(scope))
         fields: dict[str, object] = {}

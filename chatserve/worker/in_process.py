@@ -120,6 +120,7 @@ def load(config: EngineConfig) -> tuple[InProcessExecutor, EngineInfo]:
         num_host_blocks=num_host_blocks,
         prefill_tokens_per_second=speed,
         kernels=_kernels_in_use(backend, model, dtype),
+        weights=model.weight_format,
     )
     return InProcessExecutor(runner, speed), info
 

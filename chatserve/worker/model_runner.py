@@ -57,7 +57,7 @@ class ModelRunner:
             for count in (num_blocks, num_host_blocks)
         )
         self._block_tables: npt.NDArray[np.int64] = np.zeros((max_num_seqs, max_blocks), dtype=np.int64)
-        self._sampler = Sampler(max_num_seqs, architecture.vocab_size, eos_token_ids, backend)
+        self._sampler = Sampler(max_num_seqs, eos_token_ids, backend)
 
     def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
         """Apply a plan in the order of its fields."""

@@ -13,13 +13,11 @@ from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-import torch
 from chatserve_kernels.interface import Backend, Draws, StepLogits, draw_options
-from torch import Tensor
 
 from chatserve.sampling_params import SamplingParams
 from chatserve.scheduler.output import SampleLogprobs
-from chatserve.worker.special_row import SpecialRow
+from chatserve.worker.special_row import Changed, SpecialRow, undo
 
 # Below this temperature the softmax is one-hot but for exact ties, so the row is greedy.
 _GREEDY_TEMPERATURE = 1e-5
@@ -94,14 +92,13 @@ class Sampler:
         eos_token_ids: the model's own end tokens, for ``min_tokens``.
     """
 
-    def __init__(self, max_num_seqs: int, vocab_size: int, eos_token_ids: tuple[int, ...], backend: Backend) -> None:
+    def __init__(self, max_num_seqs: int, eos_token_ids: tuple[int, ...], backend: Backend) -> None:
         self.present = np.zeros(max_num_seqs, np.bool_)
         self.greedy = np.zeros(max_num_seqs, np.bool_)
         self.options = np.zeros((max_num_seqs, 4), np.float64)
         self.seeds = np.zeros(max_num_seqs, np.uint64)
         self.positions = np.zeros(max_num_seqs, np.uint64)
         self.special: dict[int, SpecialRow] = {}
-        self._vocab_size = vocab_size
         self._eos_token_ids = eos_token_ids
         self._backend = backend
         self._group: _Group | None = None  # of the last step, if no row has changed since
@@ -120,7 +117,7 @@ class Sampler:
         self.options[row] = np.frombuffer(options, np.float64)
         self.seeds[row] = params.seed or 0
         self.positions[row] = len(token_ids) - num_prompt_tokens
-        special = SpecialRow(params, token_ids, num_prompt_tokens, self._vocab_size, self._eos_token_ids)
+        special = SpecialRow(params, token_ids, num_prompt_tokens, self._eos_token_ids)
         if not special.is_over:
             self.special[row] = special
 
@@ -140,8 +137,13 @@ class Sampler:
         if group is None or rows != group.row_bytes:
             self._leave_group()
             self._group = group = _Group(self, rows)
-        logits = _adjusted(step, group) if group.special else step.room
-        tokens = step.best if logits is step.room else self._backend.argmax(logits).numpy()
+        logits, tokens = step.room, step.best
+        changes = _adjust(step, group) if group.special else []
+        if changes:
+            tokens = tokens.copy()
+            for i, row, _ in changes:
+                if self.greedy[row]:
+                    tokens[i] = int(self._backend.argmax(logits[i : i + 1])[0])
         if len(group.drawn):
             draws = Draws(group.logits_rows, group.options, group.seeds, group.positions, group.steps)
             drawn = self._backend.draw(logits, draws)
@@ -153,7 +155,9 @@ class Sampler:
                 tokens[group.drawn] = drawn
         if not group.special:
             return Samples(tokens, None)
-        logprobs = _logprobs(step, tokens, group)
+        for _, _, changed in changes:
+            undo(changed)
+        logprobs = self._logprobs(step, tokens, group)
         for i, row, state in group.special:
             state.append(int(tokens[i]))
             if state.is_over:
@@ -167,40 +171,28 @@ class Sampler:
         if group is not None and group.steps:
             self.positions[group.drawn_rows] += np.uint64(group.steps)
 
+    def _logprobs(self, step: StepLogits, tokens: Int32s, group: _Group) -> tuple[SampleLogprobs | None, ...] | None:
+        """Log-probabilities under the unmodified distribution, for the rows that ask."""
+        asking = {i: state.logprobs for i, _, state in group.special if state.logprobs is not None}
+        if not asking:
+            return None
+        rows = np.array(list(asking), np.int64)
+        found = self._backend.logprobs(step.room, rows, tokens[rows], max(asking.values()))
+        entries: list[SampleLogprobs | None] = [None] * len(tokens)
+        for (i, count), chosen, ids, values in zip(asking.items(), *found, strict=True):
+            entries[i] = SampleLogprobs(float(chosen), ids[:count].tobytes(), values[:count].tobytes())
+        return tuple(entries)
 
-def _adjusted(step: StepLogits, group: _Group) -> Tensor:
-    """Logits after penalties, biases and stop-token masks, float32 [s or more, vocabulary]; ``step.room`` itself where
-    no row has any."""
-    changing = [(i, state) for i, _, state in group.special if state.adjusts]
+
+def _adjust(step: StepLogits, group: _Group) -> list[tuple[int, int, Changed]]:
+    """Apply penalties, biases and stop-token masks to the step's own logits: few of a row's change, and copying whole
+    rows costs more.
+
+    Returns:
+        Index and row of those that have some, and what is to be undone.
+    """
+    changing = [(i, row, state) for i, row, state in group.special if state.adjusts]
     if not changing:
-        return step.room
-    logits = step.logits.clone()
-    for i, state in changing:
-        state.adjust(logits[i])
-    return logits
-
-
-def _logprobs(step: StepLogits, tokens: Int32s, group: _Group) -> tuple[SampleLogprobs | None, ...] | None:
-    """Log-probabilities under the unmodified distribution, for the rows that ask."""
-    asking = {i: state.logprobs for i, _, state in group.special if state.logprobs is not None}
-    if not asking:
-        return None
-    entries: list[SampleLogprobs | None] = [None] * len(tokens)
-    for (i, count), logprobs in zip(asking.items(), step.room[torch.tensor(list(asking))].log_softmax(-1), strict=True):
-        top = top_ids(logprobs, count)
-        entries[i] = SampleLogprobs(
-            chosen=float(logprobs[int(tokens[i])]),
-            top_ids=top.numpy().astype(np.int32).tobytes(),
-            top_logprobs=logprobs[top].numpy().tobytes(),
-        )
-    return tuple(entries)
-
-
-def top_ids(scores: Tensor, k: int) -> Tensor:
-    """Ids of the k best of ``scores`` [vocab_size], best first, equal ones by id → int64 [min(k, vocab_size)]."""
-    k = min(k, len(scores))
-    if k == 0:
-        return torch.empty(0, dtype=torch.int64)
-    candidates = torch.nonzero(scores >= scores.topk(k).values[-1])[:, 0]
-    order = scores[candidates].argsort(descending=True, stable=True)
-    return candidates[order][:k]
+        return []
+    logits = step.room.numpy()
+    return [(i, row, state.adjust(logits[i])) for i, row, state in changing]

@@ -6,15 +6,31 @@ of logits. Knows no other row and no drawing. `chatserve.worker.sampler` is the 
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 import numpy.typing as npt
-import torch
-from torch import Tensor
 
 from chatserve.sampling_params import SamplingParams
 
 # Lower than any logit, but finite: a row that masks its whole vocabulary is still a distribution.
-_MASKED = float(torch.finfo(torch.float32).min)
+_MASKED = np.finfo(np.float32).min
+
+# Tokens that are new to a sequence for which memory is had at once, at least.
+_ROOM = 64
+
+
+class Changed(NamedTuple):
+    """What was done to a row of logits: in this order, ids and what their logits were before."""
+
+    logits: npt.NDArray[np.float32]
+    before: list[tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]]
+
+
+def undo(changed: Changed) -> None:
+    """Make the logits what they were."""
+    for ids, values in reversed(changed.before):
+        changed.logits[ids] = values
 
 
 class SpecialRow:
@@ -34,7 +50,6 @@ class SpecialRow:
         "_bias",
         "_bias_ids",
         "_num_guarded",
-        "_output_counts",
         "_params",
         "_penalised",
         "_seen",
@@ -48,7 +63,6 @@ class SpecialRow:
         params: SamplingParams,
         token_ids: npt.NDArray[np.int32],
         num_prompt_tokens: int,
-        vocab_size: int,
         eos_token_ids: tuple[int, ...],
     ) -> None:
         self.logprobs = params.logprobs
@@ -63,14 +77,14 @@ class SpecialRow:
         self.adjusts = self._adjusts_now()
         if not self.adjusts:
             return
-        self._stop_ids = torch.tensor(sorted(stop_ids), dtype=torch.int64)
-        self._bias_ids = torch.tensor([token for token, _ in params.logit_bias], dtype=torch.int64)
-        self._bias = torch.tensor([bias for _, bias in params.logit_bias], dtype=torch.float32)
+        self._stop_ids = np.array(sorted(stop_ids), np.int64)
+        biases: dict[int, float] = {}
+        for token, bias in params.logit_bias:
+            biases[token] = biases.get(token, 0.0) + bias
+        self._bias_ids = np.array(list(biases), np.int64)
+        self._bias = np.array(list(biases.values()), np.float32)
         if self._penalised:
-            tokens = torch.from_numpy(token_ids.astype(np.int64))
-            self._seen = torch.zeros(vocab_size, dtype=torch.bool)
-            self._seen[tokens] = True
-            self._output_counts = torch.bincount(tokens[num_prompt_tokens:], minlength=vocab_size).float()
+            self._seen = _Seen(params, token_ids, num_prompt_tokens)
 
     @property
     def is_over(self) -> bool:
@@ -80,8 +94,7 @@ class SpecialRow:
     def append(self, token: int) -> None:
         """Note that ``token`` is now the sequence's last output token."""
         if self._penalised:
-            self._seen[token] = True
-            self._output_counts[token] += 1
+            self._seen.append(token)
         if self._num_guarded:
             self._num_guarded -= 1
             self.adjusts = self._adjusts_now()
@@ -89,17 +102,63 @@ class SpecialRow:
     def _adjusts_now(self) -> bool:
         return self._penalised or bool(self._params.logit_bias) or self._num_guarded > 0
 
-    def adjust(self, logits: Tensor) -> None:
-        """Apply penalties, then biases, then the mask of stop tokens to float32 [vocab_size], in place."""
+    def adjust(self, logits: npt.NDArray[np.float32]) -> Changed:
+        """Apply penalties, then biases, then the mask of stop tokens to logits [vocab_size], in place.
+
+        Returns:
+            What `undo` takes.
+        """
         params = self._params
+        changed = Changed(logits, [])
+        before = changed.before
         if self._penalised:
+            ids, values = self._seen.ids, logits[self._seen.ids]
+            before.append((ids, values))
             if params.repetition_penalty != 1.0:
                 penalty = params.repetition_penalty
-                penalised = torch.where(logits > 0, logits / penalty, logits * penalty)
-                torch.where(self._seen, penalised, logits, out=logits)
-            logits.sub_(self._output_counts, alpha=params.frequency_penalty)
-            logits.sub_(self._output_counts.clamp(max=1.0), alpha=params.presence_penalty)
+                values = np.where(values > 0, values / penalty, values * penalty)
+            logits[ids] = values - self._seen.offsets
         if params.logit_bias:
-            logits.index_add_(0, self._bias_ids, self._bias)
+            before.append((self._bias_ids, logits[self._bias_ids]))
+            logits[self._bias_ids] += self._bias
         if self._num_guarded:
-            logits.index_fill_(0, self._stop_ids, _MASKED)
+            before.append((self._stop_ids, logits[self._stop_ids]))
+            logits[self._stop_ids] = _MASKED
+        return changed
+
+
+class _Seen:
+    """Which tokens a sequence has seen, few of a vocabulary, and what that takes from their logits."""
+
+    def __init__(self, params: SamplingParams, token_ids: npt.NDArray[np.int32], num_prompt_tokens: int) -> None:
+        self._presence, self._frequency = params.presence_penalty, params.frequency_penalty
+        # The prompt counts as seen for repetition alone.
+        skipped = num_prompt_tokens if params.repetition_penalty == 1.0 else 0
+        ids, index = np.unique(token_ids[skipped:], return_inverse=True)
+        counts = np.bincount(index[num_prompt_tokens - skipped :], minlength=len(ids))
+        self._ids = ids.astype(np.int64)
+        self._offsets = (self._frequency * counts + self._presence * (counts > 0)).astype(np.float32)
+        self._counts = counts.tolist()
+        self._place_of = {token: place for place, token in enumerate(ids.tolist())}
+
+    @property
+    def ids(self) -> npt.NDArray[np.int64]:
+        """[t], each once."""
+        return self._ids[: len(self._counts)]
+
+    @property
+    def offsets(self) -> npt.NDArray[np.float32]:
+        """[t], of presence and frequency in the output."""
+        return self._offsets[: len(self._counts)]
+
+    def append(self, token: int) -> None:
+        """The output has one more token."""
+        place = self._place_of.setdefault(token, len(self._counts))
+        if place == len(self._counts):
+            if place == len(self._ids):
+                self._ids = np.resize(self._ids, 2 * place + _ROOM)
+                self._offsets = np.resize(self._offsets, 2 * place + _ROOM)
+            self._ids[place] = token
+            self._counts.append(0)
+        self._counts[place] += 1
+        self._offsets[place] = self._frequency * self._counts[place] + self._presence

@@ -132,6 +132,20 @@ class Draws(NamedTuple):
         return rows, np.frombuffer(bytearray(self.options), np.float64).reshape(-1, 4), uniform
 
 
+class TokenLogprobs(NamedTuple):
+    """Natural logarithms of probabilities under rows of logits.
+
+    Attributes:
+        chosen: float32 [a], of one token of each row.
+        top_ids: int32 [a, k], each row's most likely tokens, best first, equal ones by id.
+        top: float32 [a, k], theirs.
+    """
+
+    chosen: npt.NDArray[np.float32]
+    top_ids: npt.NDArray[np.int32]
+    top: npt.NDArray[np.float32]
+
+
 def draw_options(temperature: float, min_p: float, top_k: int, top_p: float) -> bytes:
     """What one token of `Draws` is drawn with: float64 [4], in the order of the arguments.
 
@@ -260,6 +274,19 @@ class Backend(Protocol):
 
         Returns:
             int32 [d], one token per draw; may be overwritten by the next call.
+        """
+        ...
+
+    def logprobs(
+        self, logits: Tensor, rows: npt.NDArray[np.int64], tokens: npt.NDArray[np.int32], k: int
+    ) -> TokenLogprobs:
+        """Log-probabilities of one token of each of these rows, and of the row's ``k`` most likely.
+
+        Args:
+            logits: float32 [s, V], contiguous, finite; not changed.
+            rows: [a], of the logits.
+            tokens: [a].
+            k: at most V are told.
         """
         ...
 

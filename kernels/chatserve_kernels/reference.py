@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from chatserve_kernels.interface import AttentionMetadata, Draws, check_kv_cache
+from chatserve_kernels.interface import AttentionMetadata, Draws, TokenLogprobs, check_kv_cache
 
 
 class ReferenceAttentionStep:
@@ -82,6 +82,15 @@ class ReferenceBackend:
     def draw(self, logits: Tensor, draws: Draws) -> npt.NDArray[np.int32]:
         rows, options, uniform = draws.arrays()
         return np.array([_draw(logits[row].double(), options[i], uniform[i]) for i, row in enumerate(rows)], np.int32)
+
+    def logprobs(
+        self, logits: Tensor, rows: npt.NDArray[np.int64], tokens: npt.NDArray[np.int32], k: int
+    ) -> TokenLogprobs:
+        scores = logits[torch.from_numpy(rows)]
+        order = scores.argsort(stable=True, dim=-1, descending=True)[:, :k]
+        values = scores.double().log_softmax(-1).float()
+        chosen = values.gather(1, torch.from_numpy(tokens).long()[:, None])[:, 0]
+        return TokenLogprobs(chosen.numpy(), order.int().numpy(), values.gather(1, order).numpy())
 
 
 def _draw(logits: Tensor, options: npt.NDArray[np.float64], uniform: float) -> int:

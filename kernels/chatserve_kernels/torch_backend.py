@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from chatserve_kernels import torch_draw
 from chatserve_kernels.decode_window import DecodeGroup
-from chatserve_kernels.interface import AttentionMetadata, Draws
+from chatserve_kernels.interface import AttentionMetadata, Draws, TokenLogprobs
 from chatserve_kernels.torch_attention import TorchAttentionStep
 
 
@@ -62,3 +62,21 @@ class TorchBackend:
 
     def draw(self, logits: Tensor, draws: Draws) -> npt.NDArray[np.int32]:
         return torch_draw.draw(logits, draws)
+
+    def logprobs(
+        self, logits: Tensor, rows: npt.NDArray[np.int64], tokens: npt.NDArray[np.int32], k: int
+    ) -> TokenLogprobs:
+        scores = logits[torch.from_numpy(rows)].log_softmax(-1)
+        k = min(k, scores.shape[1])
+        top_ids = np.empty((len(rows), k), np.int32)
+        for ids, row in zip(top_ids, scores, strict=True) if k else ():
+            ids[:] = _best(row, k).numpy()
+        values = scores.numpy()
+        return TokenLogprobs(values[np.arange(len(rows)), tokens], top_ids, np.take_along_axis(values, top_ids, 1))
+
+
+def _best(scores: Tensor, k: int) -> Tensor:
+    """Ids of the k best of ``scores`` [V], best first, equal ones by id → int64 [k]."""
+    candidates = torch.nonzero(scores >= scores.topk(k).values[-1])[:, 0]
+    order = scores[candidates].argsort(descending=True, stable=True)
+    return candidates[order][:k]

@@ -73,6 +73,9 @@ async def test_metrics_tell_the_truth(live: LiveServer) -> None:
         await live.chat(max_tokens=100)
     await live.chat(stream=True, max_tokens=2)
     live.engine.stats = EngineStats(steps=5, prompt_tokens=84, prefix_hit_tokens=21, blocks_total=64, blocks_held=16)
+    assert (await live.get("/v1/models/tiny")).status == 200
+    assert (await live.get("/v1/models/nope")).status == 404
+    assert (await live.get("/nope")).status == 404
     text = (await live.get("/metrics")).body.decode()
     samples = {
         (sample.name, *sorted(sample.labels.items())): sample.value
@@ -95,6 +98,8 @@ async def test_metrics_tell_the_truth(live: LiveServer) -> None:
     assert value("vllm:kv_cache_usage_perc") == 0.25
     key = ("http_requests_total", ("handler", "/v1/chat/completions"), ("method", "POST"), ("status", "200"))
     assert samples[key] == 4
+    for handler, status in (("/v1/models/{model:path}", "200"), ("/v1/models/{model:path}", "404"), ("other", "404")):
+        assert samples["http_requests_total", ("handler", handler), ("method", "GET"), ("status", status)] == 1
 
 
 def test_counters_never_fall_when_the_engine_restarts() -> None:

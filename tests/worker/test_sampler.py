@@ -19,7 +19,7 @@ from chatserve_kernels.torch_backend import TorchBackend
 from torch import Tensor
 
 from chatserve.sampling_params import SamplingParams
-from chatserve.worker.sampler import Int32s, Sampler, Samples, top_ids
+from chatserve.worker.sampler import Int32s, Sampler, Samples
 from chatserve.worker.special_row import SpecialRow
 from tests.kernels.draws import kept_by_definition, random_logits
 from tests.kernels.native import library
@@ -58,7 +58,7 @@ def sample(backend: Backend) -> Sample:
 
 
 def placed(rows: Sequence[Row], backend: Backend) -> Sampler:
-    sampler = Sampler(len(rows), rows[0].vocab, EOS, backend)
+    sampler = Sampler(len(rows), EOS, backend)
     for at, row in enumerate(rows):
         sampler.place(at, row.params, np.array([*row.prompt, *row.output], dtype=np.int32), len(row.prompt))
     return sampler
@@ -226,17 +226,19 @@ def test_extreme_values_give_a_valid_token(sample: Sample) -> None:
 def test_penalties_by_their_formulas() -> None:
     """Repetition scales what prompt or output holds; presence and frequency subtract for the output only."""
     logits = random_logits(7)[0]
-    params = SamplingParams(repetition_penalty=2.0, presence_penalty=0.5, frequency_penalty=0.25)
-    state = SpecialRow(params, np.array([5, 9, 9, 30, 30], np.int32), 2, VOCAB, EOS)
-    state.append(31)
-    got = logits.clone()
-    state.adjust(got)
-    expected = logits.clone()
-    for token in (5, 9, 30, 31):
-        expected[token] = expected[token] / 2 if expected[token] > 0 else expected[token] * 2
-    for token, count in ((9, 1), (30, 2), (31, 1)):
-        expected[token] -= 0.5 + 0.25 * count
-    torch.testing.assert_close(got, expected)
+    for prompt, output, repetition in (([5, 9], [9, 30, 30], 2.0), ([5, 9], [], 2.0), ([5, 9], [9, 30, 30], 1.0)):
+        params = SamplingParams(repetition_penalty=repetition, presence_penalty=0.5, frequency_penalty=0.25)
+        state = SpecialRow(params, np.array([*prompt, *output], np.int32), len(prompt), EOS)
+        for token in (31, *range(100, 300), 31):
+            state.append(token)
+            output = [*output, token]
+        got, expected = logits.clone(), logits.clone()
+        state.adjust(got.numpy())
+        for token in {*prompt, *output}:
+            expected[token] = expected[token] / repetition if expected[token] > 0 else expected[token] * repetition
+        for token in set(output):
+            expected[token] -= 0.5 + 0.25 * output.count(token)
+        torch.testing.assert_close(got, expected)
 
 
 def test_logit_bias_forces_and_forbids(sample: Sample) -> None:
@@ -283,11 +285,3 @@ def entry_of(samples: Samples) -> Any:
     assert samples.logprobs is not None
     [entry] = samples.logprobs
     return entry
-
-
-def test_best_ids_are_exact_among_ties() -> None:
-    """Of equal scores the lower ids come first, also where the cut falls among them."""
-    scores = torch.tensor([1.0, 3.0, 2.0, 3.0, 2.0, 2.0])
-    assert top_ids(scores, 4).tolist() == [1, 3, 2, 4]
-    assert top_ids(scores, 100).tolist() == [1, 3, 2, 4, 5, 0]
-    assert top_ids(scores, 0).tolist() == []

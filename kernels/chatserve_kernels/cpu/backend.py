@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from chatserve_kernels.cpu.library import Library, PagedStruct
-from chatserve_kernels.interface import AttentionMetadata, AttentionStep, Draws, check_kv_cache
+from chatserve_kernels.interface import AttentionMetadata, AttentionStep, Draws, TokenLogprobs, check_kv_cache
 from chatserve_kernels.torch_backend import TorchBackend
 
 
@@ -133,3 +133,17 @@ class NativeBackend:
             self._tokens_at = self._tokens.ctypes.data
         self.library.draw(*self._logits_at, draws, self._tokens_at)
         return self._tokens[:count]
+
+    def logprobs(
+        self, logits: Tensor, rows: npt.NDArray[np.int64], tokens: npt.NDArray[np.int32], k: int
+    ) -> TokenLogprobs:
+        count, columns = len(rows), logits.shape[1]
+        k = min(k, columns)
+        found = TokenLogprobs(
+            np.empty(count, np.float32), np.empty((count, k), np.int32), np.empty((count, k), np.float32)
+        )
+        self.library.call(
+            *("cs_logprobs", address(logits), columns, count, rows.tobytes(), tokens.tobytes(), k),
+            *(found.chosen.ctypes.data, found.top_ids.ctypes.data, found.top.ctypes.data),
+        )
+        return found

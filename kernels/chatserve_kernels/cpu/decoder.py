@@ -7,6 +7,7 @@ over each step's tokens. Hidden states are float32, keys and values bfloat16.
 from __future__ import annotations
 
 import ctypes
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -63,6 +64,9 @@ class Sizes:
 class NativeDecoder:
     """Packed weights, ready to run.
 
+    Attributes:
+        weight_format: one of `weights.KINDS`: what most weights are in.
+
     Args:
         embedding: bfloat16 [vocabulary, hidden].
         cos, sin: float32 [positions, head_dim]; sin is signed as `chatserve_kernels.interface.Backend.rotate` says.
@@ -91,7 +95,12 @@ class NativeDecoder:
         )
         self._keep: list[object] = [cos, sin, embedding, final_norm]
         matrices = [m for layer in layers for m in (layer.qkv, layer.output, layer.gate_up, layer.down)]
-        arena = Arena(sum(Arena.size_of(library, m.kind, m.outputs, m.inputs) for m in (*matrices, head)))
+        matrices.append(head)
+        arena = Arena(sum(Arena.size_of(library, m.kind, m.outputs, m.inputs) for m in matrices))
+        sizes_by_kind = Counter[str]()
+        for matrix in matrices:
+            sizes_by_kind[matrix.kind] += matrix.outputs * matrix.inputs
+        self.weight_format = sizes_by_kind.most_common(1)[0][0]
 
         # Rows are copied into the arena; of a layer only norms and biases need to live on.
         def pack(matrix: Matrix, bias: Tensor | None = None) -> PackedLinear:

@@ -16,7 +16,7 @@ from typing import ClassVar
 from chatserve_kernels.cpu.build import BuildError
 from chatserve_kernels.interface import Draws, SharedRuns, StepBatch
 
-ABI_VERSION = 9
+ABI_VERSION = 10
 
 
 class LinearStruct(Structure):
@@ -115,6 +115,10 @@ _STATUS_FUNCTIONS: dict[str, list[type]] = {
     "cs_write_cache": [c_void_p, POINTER(PagedStruct), c_int64, c_int64, c_void_p, c_void_p],
     "cs_attend": [c_void_p, POINTER(PagedStruct), c_int64, c_int64, c_void_p, c_double, c_int64, c_void_p],
     "cs_argmax": [c_void_p, c_void_p, c_int64, c_int64, c_void_p],
+    "cs_logprobs": [
+        *(c_void_p, c_void_p, c_int64, c_int64, c_char_p, c_char_p, c_int64),
+        *(c_void_p, c_void_p, c_void_p),
+    ],
 }
 
 

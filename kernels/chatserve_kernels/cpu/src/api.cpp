@@ -5,6 +5,7 @@
 #include "argmax.h"
 #include "decoder.h"
 #include "draw.h"
+#include "logprobs.h"
 
 #define CS_EXPORT __attribute__((visibility("default")))
 
@@ -27,7 +28,7 @@ int guarded(const F& body) {
 
 extern "C" {
 
-CS_EXPORT int cs_abi_version() { return 9; }
+CS_EXPORT int cs_abi_version() { return 10; }
 
 CS_EXPORT Context* cs_create(int threads, int fixed) {
 #if defined(CS_AMX)
@@ -102,6 +103,13 @@ CS_EXPORT int cs_draw(Context* context, const float* logits, int64_t columns, in
                       uint64_t steps, const double* uniform, int32_t* tokens) {
   return guarded([&] {
     cs::draw(context->pool, logits, columns, {count, rows, options, seeds, positions, steps, uniform}, tokens);
+  });
+}
+
+CS_EXPORT int cs_logprobs(Context* context, const float* logits, int64_t columns, int64_t count, const int64_t* rows,
+                          const int32_t* tokens, int64_t top, float* chosen, int32_t* top_ids, float* top_logprobs) {
+  return guarded([&] {
+    cs::logprobs(context->pool, logits, columns, {count, rows, tokens, top}, chosen, top_ids, top_logprobs);
   });
 }
 

@@ -4,24 +4,18 @@
 // row that is nearly flat all tokens are candidates.
 #include "draw.h"
 
-#include <algorithm>
 #include <atomic>
-#include <functional>
 #include <limits>
 #include <vector>
 
-#include "draw_scale.h"
+#include "logits_row.h"
 #include "philox.h"
 
 namespace cs {
 
 namespace {
 
-constexpr int64_t kBlock = 128;
-constexpr double kLog2E = 1.4426950408889634;
 constexpr float kStep = 3.0f;  // top-p looks at weights down to 2^-6 first, then 2^-9, and so on
-
-inline int64_t blocks_of(int64_t columns) { return (columns + kBlock - 1) / kBlock; }
 
 // Memory for one row.
 struct Scratch {
@@ -60,9 +54,7 @@ class Row {
  public:
   Row(const float* x, int64_t columns, double temperature, double min_p, Scratch& scratch)
       : x_(x), columns_(columns), blocks_(blocks_of(columns)), scratch_(scratch) {
-    float* maxima = scratch.maxima.data();
-    for (int64_t b = 0; b < blocks_; ++b) maxima[b] = largest(block(b), size(b));
-    scale_.largest = largest(maxima, blocks_);
+    scale_.largest = largest_of_blocks(x, columns, scratch.maxima.data());
     scale_.factor = float(std::min<double>(kLog2E / temperature, std::numeric_limits<float>::max()));
     scale_.lowest = std::max(kSmallest, float(std::log2(min_p)));
   }
@@ -107,18 +99,6 @@ class Row {
  private:
   int64_t size(int64_t b) const { return std::min(kBlock, columns_ - b * kBlock); }
   const float* block(int64_t b) const { return x_ + b * kBlock; }
-
-  static float largest(const float* x, int64_t count) {
-    float best = -std::numeric_limits<float>::infinity();
-#pragma omp simd reduction(max : best)
-    for (int64_t i = 0; i < count; ++i) best = x[i] > best ? x[i] : best;
-    return best;
-  }
-
-  // What would stand at `index` in descending order goes there, nothing smaller before it.
-  static void partition(float* values, int64_t index, int64_t count) {
-    std::nth_element(values, values + index, values + count, std::greater<>());
-  }
 
   // The weights of every block, and of the row.
   double sum_blocks() const {

@@ -1,11 +1,38 @@
-// How drawing weighs the logits of one row.
+// What drawing tokens and telling their probabilities have in common: one row of logits, looked at block by block.
 #pragma once
 
+#include <algorithm>
 #include <bit>
+#include <functional>
+#include <limits>
 
 #include "common.h"
 
 namespace cs {
+
+constexpr int64_t kBlock = 128;
+constexpr double kLog2E = 1.4426950408889634;
+
+inline int64_t blocks_of(int64_t columns) { return (columns + kBlock - 1) / kBlock; }
+
+inline float largest(const float* x, int64_t count) {
+  float best = -std::numeric_limits<float>::infinity();
+#pragma omp simd reduction(max : best)
+  for (int64_t i = 0; i < count; ++i) best = x[i] > best ? x[i] : best;
+  return best;
+}
+
+// The largest logit of each block, and of the row.
+inline float largest_of_blocks(const float* x, int64_t columns, float* maxima) {
+  const int64_t blocks = blocks_of(columns);
+  for (int64_t b = 0; b < blocks; ++b) maxima[b] = largest(x + b * kBlock, std::min(kBlock, columns - b * kBlock));
+  return largest(maxima, blocks);
+}
+
+// What would stand at `index` in descending order goes there, nothing smaller before it.
+inline void partition(float* values, int64_t index, int64_t count) {
+  std::nth_element(values, values + index, values + count, std::greater<>());
+}
 
 constexpr float kSmallest = -126.0f;  // exponent of the smallest normal float32; lower weights count as 0
 
@@ -25,7 +52,7 @@ inline float two_to(float x) {
   return p * std::bit_cast<float>((whole + 127) << 23);
 }
 
-// How one row weighs its logits.
+// How one row weighs its logits: exp((logit - largest) / temperature), with `factor` = log2(e) / temperature.
 struct Scale {
   float largest, factor;
   float lowest;  // exponent below which min-p, or else float32, makes the weight 0
