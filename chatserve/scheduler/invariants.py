@@ -30,9 +30,9 @@ def check_scheduler(scheduler: Scheduler, pinned: Iterable[BlockTable] = ()) -> 
     check_manager(manager, [*pinned, *(s.table for s in running if s.table is not None)])
     for sequence in running:
         row, table = sequence.row, sequence.table
-        known, computed = int(batch.known[row]), int(batch.computed[row])
+        known, computed = batch.num_known(row), batch.num_computed(row)
         prompt = np.frombuffer(sequence.request.prompt, np.int32)
-        own = np.array_equal(batch.tokens[row, : len(prompt)], prompt) and not len(sequence.tokens)
+        own = np.array_equal(batch.known_tokens(row)[: len(prompt)], prompt) and not len(sequence.tokens)
         require(table is not None and known >= len(prompt) and own, "a row has another's tokens")
         require(computed < known <= sequence.request.max_total, "computed tokens are miscounted")
         decodes = known - computed == 1 and known > sequence.request.num_prompt

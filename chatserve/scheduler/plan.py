@@ -12,7 +12,8 @@ import numpy as np
 
 from chatserve.cache.block_table import TableChange
 from chatserve.cache.kv_cache_manager import KVCacheManager
-from chatserve.scheduler.batch import Batch, Decode, Index, Int32s
+from chatserve.scheduler.batch import Batch
+from chatserve.scheduler.decode_run import DecodeRun, Int32s
 from chatserve.scheduler.output import NewSequence, SchedulerOutput
 from chatserve.scheduler.request import Sequence
 
@@ -47,10 +48,10 @@ class Plan:
     """The step under construction and, until `Scheduler.update`, in flight.
 
     Attributes:
-        rows, after: int32 [n]; rows that run, and their computed tokens afterwards.
+        rows: int32 [n]; rows that run.
         sample_rows: int32 [s]; rows that get a token.
-        index: ``rows`` for indexing columns of the batch.
-        decode: set where all rows of the batch run and decode.
+        run: set where all rows of the batch run and decode; else
+        after: int32 [n], computed tokens of ``rows`` afterwards.
         forks: (parent row, child row) pairs of this step.
     """
 
@@ -59,8 +60,7 @@ class Plan:
         self.rows: Int32s = empty
         self.after: Int32s = empty
         self.sample_rows: Int32s = empty
-        self.index: Index = empty
-        self.decode: Decode | None = None
+        self.run: DecodeRun | None = None
         self.forks: list[tuple[int, int]] = []
         self._new: list[NewSequence] = []
         self._chunk_rows: list[int] = []
@@ -93,16 +93,13 @@ class Plan:
     ) -> SchedulerOutput | None:
         """The plan: rows ``decodes`` with one token each, then the chunks. ``None`` if there is nothing to do."""
         if not self._chunk_rows and decodes is batch.rows() and len(decodes):
-            self.decode = decode = batch.decode()
-            self.rows = self.sample_rows = decode.rows
-            self.index = decode.index
-            rows = sample_rows = decode.row_bytes
-            num_new, sources = decode.num_new, decode.sources
-            computed = batch.computed[decode.index]
-            self.after = computed + 1
-            token_ids = decode.token_ids
+            self.run = run = batch.decode_run()
+            self.rows = self.sample_rows = run.rows
+            rows = sample_rows = run.row_bytes
+            num_computed, num_new, sources, token_ids = run.num_computed(), run.num_new, run.sources, run.token_ids
         elif self._chunk_rows or len(decodes):
-            self.index = self.rows = np.concatenate((decodes, np.array(self._chunk_rows, np.int32)))
+            batch.end_run()
+            self.rows = np.concatenate((decodes, np.array(self._chunk_rows, np.int32)))
             sizes = np.concatenate((np.ones(len(decodes), np.int32), np.array(self._chunk_sizes, np.int32)))
             computed = batch.computed[self.rows]
             self.after = computed + sizes
@@ -115,11 +112,11 @@ class Plan:
                 self.sample_rows = np.concatenate((self.sample_rows, forked[:, 1]))
             rows, sample_rows = self.rows.tobytes(), self.sample_rows.tobytes()
             num_new, sources = sizes.tobytes(), sampled.tobytes()
+            num_computed = computed.tobytes()
             token_ids = batch.last_tokens(decodes) + b"".join(self._chunk_tokens)
         elif manager.must_clear:
             # Purged memory is zeroed now, not when somebody happens to run.
-            computed = self.rows
-            rows = sample_rows = num_new = sources = token_ids = b""
+            rows = sample_rows = num_computed = num_new = sources = token_ids = b""
         else:
             return None
         freed, tables = changes.take()
@@ -132,6 +129,8 @@ class Plan:
                 array("i", column).tobytes() for column in zip(*tables, strict=True)
             )
         copies = manager.take_copies()
+        several = len(self.rows) > 1
+        shared = batch.prefixes.runs(self.rows, num_computed, manager.block_size) if several else None
         return SchedulerOutput(
             step=step,
             freed_rows=freed,
@@ -145,10 +144,10 @@ class Plan:
             promotions=copies.promotions,
             copies=copies.copies,
             rows=rows,
-            num_computed=computed.tobytes(),
+            num_computed=num_computed,
             num_new=num_new,
             token_ids=token_ids,
             sample_sources=sources,
             sample_rows=sample_rows,
-            shared_runs=batch.prefixes.runs(self.rows, computed, manager.block_size) if len(self.rows) > 1 else None,
+            shared_runs=shared,
         )

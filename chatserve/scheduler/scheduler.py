@@ -18,7 +18,8 @@ from chatserve.cache.kv_cache_manager import KVCacheManager
 from chatserve.cache.match import Match
 from chatserve.config import SchedulerConfig
 from chatserve.errors import ContextLengthError
-from chatserve.scheduler.batch import NEVER, Batch, Index, Int32s
+from chatserve.scheduler.batch import NEVER, Batch
+from chatserve.scheduler.decode_run import Int32s
 from chatserve.scheduler.fairness import Tenants
 from chatserve.scheduler.output import ModelRunnerOutput, SampleLogprobs, SchedulerOutput, StepNews
 from chatserve.scheduler.plan import Plan, RowChanges
@@ -152,28 +153,33 @@ class Scheduler:
         """Take the worker's answer to the plan that `schedule` returned last."""
         plan, batch, manager = self._plan, self.batch, self.manager
         manager.finish_step()
-        batch.computed[plan.index] = plan.after
         ids = memoryview(output.tokens).cast("i").tolist()
-        if plan.decode is not None and not output.failed and min(ids) >= 0 and max(ids) < self._vocab_size:
+        run = plan.run
+        if run is not None and not output.failed and min(ids) >= 0 and max(ids) < self._vocab_size:
             # The usual step: what its rows have in common is known already.
-            decode = plan.decode
-            batch.append(decode.rows, np.frombuffer(output.tokens, np.int32))
-            decode.token_ids = output.tokens
-            self.tenants.charge_generated(decode.tenants)
-            news = StepNews(decode.request_ids, decode.choices, output.tokens, output.logprobs)
-            rows, index = decode.rows, decode.index
+            batch.advance(output.tokens)
+            self.tenants.charge_generated(run.tenants)
+            news = StepNews(run.request_ids, run.choices, output.tokens, output.logprobs)
+            rows = run.rows
+            self._publish_rows(run.publishing.take(run.num_steps))
+            if run.ending.take(run.num_steps) or self._may_stop(ids):
+                batch.settle()
+                self._finish_outputs(rows, ids)
         else:
+            if run is not None:
+                batch.end_run()
+                plan.after = batch.computed[plan.rows] + 1
+            batch.computed[plan.rows] = plan.after
             rows, ids, logprobs = self._fail_and_keep(output, ids)
-            index = rows
             tokens = np.array(ids, np.int32)
             batch.append(rows, tokens)
             self.tenants.charge_generated(Counter(batch.tenants[rows].tolist()))
             news = StepNews(
                 batch.request_ids[rows].tobytes(), batch.choices[rows].tobytes(), tokens.tobytes(), logprobs
             )
+            self._publish(plan)
+            self._finish_outputs(rows, ids)
         self.counters.generation_tokens += len(ids)
-        self._publish(plan)
-        self._finish_outputs(rows, index, ids)
         if batch.prefilling:
             batch.prefilling -= {row for row in batch.prefilling if batch.next_is_decode(row)}
         return self.requests.tell(news)
@@ -191,40 +197,48 @@ class Scheduler:
 
     def _publish(self, plan: Plan) -> None:
         batch = self.batch
-        due = plan.after >= batch.publish_at[plan.index]
-        for row in plan.rows[due].tolist() if np.count_nonzero(due) else ():
-            sequence = batch.sequences[row]
-            if sequence is None or sequence.table is None:
-                continue
-            table = sequence.table
-            changes = self.manager.publish(table, batch.known_tokens(row), int(batch.computed[row]), self.step)
-            self._changes.note(row, changes)
-            batch.publish_at[row] = self._next_publication(table, 1 if row in batch.prefilling else DECODED_RUN)
+        self._publish_rows(plan.rows[plan.after >= batch.publish_at[plan.rows]].tolist())
         for parent_row, child_row in plan.forks:
             parent, child = batch.sequences[parent_row], batch.sequences[child_row]
             if parent is not None and parent.table and child is not None and child.table:
                 self._changes.note(child_row, self.manager.follow(child.table, parent.table))
                 batch.publish_at[child_row] = self._next_publication(child.table)
 
+    def _publish_rows(self, rows: Iterable[int]) -> None:
+        """Publish whole blocks of these rows, for which they are due."""
+        batch = self.batch
+        for row in rows:
+            sequence = batch.sequences[row]
+            if sequence is None or sequence.table is None:
+                continue
+            table = sequence.table
+            changes = self.manager.publish(table, batch.known_tokens(row), batch.num_computed(row), self.step)
+            self._changes.note(row, changes)
+            batch.set_publication(row, self._next_publication(table, 1 if row in batch.prefilling else DECODED_RUN))
+
     def _next_publication(self, table: BlockTable, num_blocks: int = 1) -> int:
         return NEVER if table.detached else (table.num_published + num_blocks) * self.manager.block_size
 
     # ------------------------------------------------------------------ endings
 
-    def _finish_outputs(self, rows: Int32s, index: Index, ids: list[int]) -> None:
+    def _may_stop(self, ids: list[int]) -> bool:
+        """Whether one of these tokens may be the end of its output."""
+        own = self.batch.own_stop_ids
+        return not self._eos.isdisjoint(ids) or (bool(own) and not own.keys().isdisjoint(ids))
+
+    def _finish_outputs(self, rows: Int32s, ids: list[int]) -> None:
         """End what has come to its end with the tokens ``ids``."""
         batch = self.batch
-        computed = batch.computed[index]
-        full = computed >= batch.end_at[index]
-        may_stop = batch.num_own_stops or not self._eos.isdisjoint(ids)
-        if not may_stop and not np.count_nonzero(full):
+        computed = batch.computed[rows]
+        full = computed >= batch.end_at[rows]
+        if not self._may_stop(ids) and not np.count_nonzero(full):
             return
-        stopped = np.array([token in self._eos for token in ids], np.bool_) & batch.uses_eos[index]
-        for i in np.flatnonzero(batch.own_stops[index]).tolist():
+        stopped = np.array([token in self._eos for token in ids], np.bool_) & batch.uses_eos[rows]
+        for i in np.flatnonzero(batch.own_stops[rows]).tolist():
             sequence = batch.sequences[rows[i]]
             assert sequence is not None
             stopped[i] |= ids[i] in sequence.sampling.stop_token_ids
-        stopped &= computed >= batch.stops_from[index]
+        stopped &= computed >= batch.stops_from[rows]
         for i in np.flatnonzero(stopped | full).tolist():
             sequence = batch.sequences[rows[i]]
             assert sequence is not None
@@ -277,7 +291,7 @@ class Scheduler:
         """Release blocks and row; a plan in the making must not mention the row any more."""
         assert sequence.table is not None
         batch, row = self.batch, sequence.row
-        self.manager.release(sequence.table, batch.known_tokens(row), int(batch.computed[row]), self.step)
+        self.manager.release(sequence.table, batch.known_tokens(row), batch.num_computed(row), self.step)
         sequence.table = None
         self._changes.free(batch.free(sequence))
 
@@ -330,27 +344,27 @@ class Scheduler:
     def _num_cached(self, sequence: Sequence) -> int:
         return self._match(sequence).num_tokens
 
-    def _in_order(self, rows: list[int]) -> list[Sequence]:
+    def _in_order(self, rows: Iterable[int]) -> list[Sequence]:
         """The sequences of these rows, best class first, then in order of admission."""
         found = [sequence for row in rows if (sequence := self.batch.sequences[row]) is not None]
         return sorted(found, key=lambda s: (s.request.priority_class, s.admission))
 
     def _grow_running(self) -> None:
         """Give every row that is about to write past its capacity a block, preempting from the end if need be."""
-        batch, manager = self.batch, self.manager
-        index = batch.index()
-        needing = batch.computed[index] >= batch.capacity[index]
-        if not np.count_nonzero(needing):
-            return
-        for sequence in self._in_order(batch.rows()[needing].tolist()):
+        batch, manager, run, rows = self.batch, self.manager, self.batch.run, self.batch.rows()
+        if run is not None:
+            needing = run.growing.take(run.num_steps)
+        else:
+            needing = rows[batch.computed[rows] >= batch.capacity[rows]].tolist()
+        for sequence in self._in_order(needing):
             row = sequence.row
             if row < 0 or sequence.table is None:
                 continue  # a victim of one before it
             while True:
-                changes = manager.grow(sequence.table, int(batch.computed[row]) + 1)
+                changes = manager.grow(sequence.table, batch.num_computed(row) + 1)
                 if changes is not None:
                     self._changes.note(row, changes)
-                    batch.capacity[row] = len(sequence.table.blocks) * manager.block_size
+                    batch.set_capacity(row, len(sequence.table.blocks) * manager.block_size)
                     break
                 victim = batch.order[-1]
                 self._preempt(victim)

@@ -53,17 +53,17 @@ class SharedPrefixes:
         if len(self._pending) > _MAX_PENDING:
             self._apply_pending()
 
-    def runs(self, rows: Int32s, computed: Int32s, block_size: int) -> SharedRuns | None:
+    def runs(self, rows: Int32s, computed: bytes, block_size: int) -> SharedRuns | None:
         """Runs of blocks that several of ``rows`` [n] begin with, ``None`` if there are none.
 
         Args:
-            computed: [n], tokens of those rows in the cache; only blocks full of them are shared.
+            computed: int32 [n], tokens of those rows in the cache; only blocks full of them are shared.
         """
         if rows is not self._rows:
             self._stale = self._stale or not np.array_equal(rows, self._rows)
             self._rows = rows  # mostly the same object again, and comparing those costs nothing
         if self._stale:
-            self._runs, limited = self._find(rows, computed // block_size)
+            self._runs, limited = self._find(rows, np.frombuffer(computed, np.int32) // block_size)
             # Where the cache was the limit and not the tables, there may be more to share in the next step.
             self._stale = limited
         return self._runs

@@ -92,7 +92,7 @@ class Crowd:
                 return "forked"
             row = sequence.row
             batch = self.core.scheduler.batch
-            return "prefilling" if batch.known[row] == request.num_prompt else "decoding"
+            return "prefilling" if batch.num_known(row) == request.num_prompt else "decoding"
         if not sequence.num_preemptions:
             return "queued"
         match = self.core.manager.match(sequence.tokens.tobytes(), request.scopes, -1)

@@ -78,7 +78,7 @@ def test_runs_are_what_the_tables_have_in_common(seed: int) -> None:
         rows = np.array(sorted(tables), np.int32)
         if len(rows) < 2:
             continue
-        found = groups(prefixes.runs(rows, computed[rows], BLOCK_SIZE))
+        found = groups(prefixes.runs(rows, computed[rows].tobytes(), BLOCK_SIZE))
         assert set(found) == expected([tables[r] for r in rows.tolist()], computed[rows].tolist())
         assert [blocks for blocks, _ in found] == sorted(blocks for blocks, _ in found)
 
