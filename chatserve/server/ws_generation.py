@@ -165,12 +165,18 @@ class Watch:
             self.stop()
         return messages
 
-    def take_append(self, now: float) -> wire.Delta | None:
-        """The text of the last append, if that is all there is and it may be sent now."""
+    def text_due(self, now: float) -> float | None:
+        """As `due`, where text is the only news there can be; -1 where there is other news."""
         log = self.generation
-        if self._offset == log.end - len(log.last_append) and self._shown_started and now >= self._not_before:
-            return self._take_text(log.last_append, now) if log.last_append and log.terminal is None else None
-        return None
+        if log.terminal is not None or not self._shown_started:
+            return -1.0
+        return None if log.end == self._offset else max(0.0, self._not_before - now)
+
+    def take_text(self, now: float) -> wire.Delta:
+        """The new text, of which there must be some."""
+        log = self.generation
+        is_one_append = self._offset == log.end - len(log.last_append)
+        return self._take_text(log.last_append if is_one_append else log.text(self._offset), now)
 
     def _take_text(self, text: str, now: float) -> wire.Delta:
         log = self.generation

@@ -62,6 +62,7 @@ class Writer:
         self._control: deque[str] = deque()
         self._control_bytes = 0
         self._watches: list[Watch] = []
+        self._held: dict[Watch, asyncio.TimerHandle] = {}  # those whose text waits for its time
         self._stalled: asyncio.Timeout | None = None
         self._wake = asyncio.Event()
         self._idle = asyncio.Event()
@@ -116,24 +117,41 @@ class Writer:
                 continue
             if delays:
                 loop.call_later(min(delays), self._wake.set)
-            else:
+            elif not self._held:
                 self._idle.set()
 
     def close(self) -> None:
         """Stop watching everything. Idempotent."""
         for watch in self._watches:
             watch.stop()
-        self._watches = []
+        for timer in self._held.values():
+            timer.cancel()
+        self._watches, self._held = [], {}
 
     def _news_of(self, watch: Watch) -> None:
-        """Send a usual piece of text from here; leave everything else to `run`."""
+        """Send text from here, now or when it is due; leave all else to `run`, which costs several times more."""
         frames = self._frames
-        if frames is not None and self._parked and not self._wake.is_set() and frames.is_ready():
-            delta = watch.take_append(self._time())
-            if delta is not None:
-                frames.write_text(wire.encode_bytes(delta))
-                return
-        self._news()
+        if frames is None or not self._parked or self._wake.is_set() or not frames.is_ready():
+            self._news()
+            return
+        now = self._time()
+        delay = watch.text_due(now)
+        if delay is None:
+            return
+        if delay == 0.0:
+            frames.write_text(wire.encode_bytes(watch.take_text(now)))
+        elif delay < 0.0:
+            self._news()
+        elif watch not in self._held:
+            self._idle.clear()
+            self._held[watch] = asyncio.get_running_loop().call_later(delay, self._release, watch)
+
+    def _release(self, watch: Watch) -> None:
+        """Text that was held is due, if `run` has not sent it meanwhile."""
+        del self._held[watch]
+        self._news_of(watch)
+        if self._parked and not self._wake.is_set() and not self._held:
+            self._idle.set()
 
     def _news(self) -> None:
         self._idle.clear()
