@@ -47,7 +47,7 @@ class Batch:
             max_tokens: prompt and output of one sequence.
         """
         self.sequences: list[Sequence | None] = [None] * max_num_seqs
-        # The system provides memory for what is written and no more.
+        # The system provides memory where something is written.
         self._tokens: Int32s = np.zeros((max_num_seqs, max_tokens), np.int32)
         self.known: Int32s = np.zeros(max_num_seqs, np.int32)
         self.prefilling: set[int] = set()
@@ -104,7 +104,7 @@ class Batch:
         return self._run
 
     def decode_run(self) -> DecodeRun:
-        """The same; all rows decode in the next step."""
+        """The run that goes on, or one that begins now: all rows decode in the next step."""
         if self._run is None:
             rows, index = self.rows(), self.index()
             self._run = DecodeRun(

@@ -37,6 +37,10 @@ wait for them, and everything is when its sequence lets go; in between hardly an
 publishing is the dearest piece of bookkeeping in a step."""
 
 
+_MANY = 8
+"""Rows for which bringing everything up to date is cheaper than looking at each."""
+
+
 class SchedulerCounters:
     """Monotone counts since start."""
 
@@ -150,10 +154,12 @@ class Scheduler:
         return plan.build(self.step, batch, decodes, self._changes, self.manager)
 
     def update(self, output: ModelRunnerOutput) -> StepNews:
-        """Take the worker's answer to the plan that `schedule` returned last."""
+        """Take the worker's answer to the plan that `schedule` returned last; nothing may happen in between."""
         plan, batch, manager = self._plan, self.batch, self.manager
         manager.finish_step()
         ids = memoryview(output.tokens).cast("i").tolist()
+        if len(ids) != len(plan.sample_rows):
+            raise RuntimeError(f"The worker returned {len(ids)} tokens for {len(plan.sample_rows)} rows.")
         run = plan.run
         if run is not None and not output.failed and min(ids) >= 0 and max(ids) < self._vocab_size:
             # The usual step: what its rows have in common is known already.
@@ -161,7 +167,10 @@ class Scheduler:
             self.tenants.charge_generated(run.tenants)
             news = StepNews(run.request_ids, run.choices, output.tokens, output.logprobs)
             rows = run.rows
-            self._publish_rows(run.publishing.take(run.num_steps))
+            publishing = run.publishing.take(run.num_steps)
+            if len(publishing) > _MANY:
+                batch.settle()
+            self._publish_rows(publishing)
             if run.ending.take(run.num_steps) or self._may_stop(ids):
                 batch.settle()
                 self._finish_outputs(rows, ids)

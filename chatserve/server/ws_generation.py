@@ -17,6 +17,9 @@ from chatserve.server import ws_protocol as wire
 FLUSH_INTERVAL = 0.016
 """Seconds between two deltas of one answer on one socket; the first and the last are never held."""
 
+_CLOCK_TICK = 0.0005
+"""Less than this is not waited for: uvloop's clock counts milliseconds, and rounding may leave a bit of one."""
+
 
 class LiveGeneration:
     """The log of one answer; written once, read by any number of watches.
@@ -145,7 +148,8 @@ class Watch:
             return 0.0
         if log.end == self._offset:
             return None
-        return max(0.0, self._not_before - now)
+        delay = self._not_before - now
+        return delay if delay > _CLOCK_TICK else 0.0
 
     def take(self, now: float) -> list[wire.ServerMessage]:
         """Everything new, merged, in order. After the terminal message ``done`` is true and the watch is over."""
@@ -165,12 +169,10 @@ class Watch:
             self.stop()
         return messages
 
-    def text_due(self, now: float) -> float | None:
-        """As `due`, where text is the only news there can be; -1 where there is other news."""
-        log = self.generation
-        if log.terminal is not None or not self._shown_started:
-            return -1.0
-        return None if log.end == self._offset else max(0.0, self._not_before - now)
+    @property
+    def has_text_alone(self) -> bool:
+        """Whether whatever is new is text."""
+        return self._shown_started and self.generation.terminal is None
 
     def take_text(self, now: float) -> wire.Delta:
         """The new text, of which there must be some."""

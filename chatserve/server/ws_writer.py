@@ -42,7 +42,7 @@ class Writer:
         send_text: sends one text frame; may wait for the peer to read.
         send_timeout: seconds one frame may wait.
         max_pending_bytes: UTF-8 bytes that may be waiting, over all answers and control frames.
-        frames: a shorter way for an answer's next text, taken while nothing is waiting and nothing has to wait.
+        frames: a shorter way for an answer's text, taken while there is no other news and the connection takes it.
     """
 
     def __init__(
@@ -103,7 +103,6 @@ class Writer:
             self._parked = False
             self._wake.clear()
             await self._write_control()
-            delays = []
             for watch in tuple(self._watches):
                 delay = watch.due(loop.time())
                 if delay == 0.0:
@@ -111,13 +110,9 @@ class Writer:
                         await self._write(wire.encode(message))
                     await self._write_control()
                 elif delay is not None:
-                    delays.append(delay)
+                    self._hold(watch, delay)
             self._watches = [watch for watch in self._watches if not watch.done]
-            if self._wake.is_set():
-                continue
-            if delays:
-                loop.call_later(min(delays), self._wake.set)
-            elif not self._held:
+            if not self._wake.is_set() and not self._held:
                 self._idle.set()
 
     def close(self) -> None:
@@ -131,25 +126,28 @@ class Writer:
     def _news_of(self, watch: Watch) -> None:
         """Send text from here, now or when it is due; leave all else to `run`, which costs several times more."""
         frames = self._frames
-        if frames is None or not self._parked or self._wake.is_set() or not frames.is_ready():
+        is_free = self._parked and not self._wake.is_set()
+        if frames is None or not is_free or not watch.has_text_alone or not frames.is_ready():
             self._news()
             return
         now = self._time()
-        delay = watch.text_due(now)
-        if delay is None:
-            return
+        delay = watch.due(now)
         if delay == 0.0:
             frames.write_text(wire.encode_bytes(watch.take_text(now)))
-        elif delay < 0.0:
-            self._news()
-        elif watch not in self._held:
-            self._idle.clear()
+        elif delay is not None:
+            self._hold(watch, delay)
+
+    def _hold(self, watch: Watch, delay: float) -> None:
+        """Keep text back for ``delay`` seconds."""
+        self._idle.clear()
+        if watch not in self._held:
             self._held[watch] = asyncio.get_running_loop().call_later(delay, self._release, watch)
 
     def _release(self, watch: Watch) -> None:
         """Text that was held is due, if `run` has not sent it meanwhile."""
         del self._held[watch]
-        self._news_of(watch)
+        if not watch.done:
+            self._news_of(watch)
         if self._parked and not self._wake.is_set() and not self._held:
             self._idle.set()
 

@@ -66,7 +66,7 @@ class ModelRunner:
                 self._sampler.free(row)
         for sequence in plan.new_sequences:
             self._place(sequence)
-        # Few as a rule, and numpy's way to write many costs more than these: see `scheduler.batch`.
+        # Few as a rule, and numpy's way to write many costs more than these: see `scheduler.decode_run`.
         for row, index, block in zip(
             *map(_ints, (plan.table_rows, plan.table_indices, plan.table_blocks)), strict=True
         ):

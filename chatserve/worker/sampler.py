@@ -139,7 +139,7 @@ class Sampler:
             self._group = group = _Group(self, rows)
         logits, tokens = step.room, step.best
         changes = _adjust(step, group) if group.special else []
-        if changes:
+        if changes and not group.all_drawn:
             tokens = tokens.copy()
             for i, row, _ in changes:
                 if self.greedy[row]:

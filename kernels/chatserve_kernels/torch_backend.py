@@ -66,12 +66,12 @@ class TorchBackend:
     def logprobs(
         self, logits: Tensor, rows: npt.NDArray[np.int64], tokens: npt.NDArray[np.int32], k: int
     ) -> TokenLogprobs:
-        scores = logits[torch.from_numpy(rows)].log_softmax(-1)
-        k = min(k, scores.shape[1])
+        own = logits[torch.from_numpy(rows)]
+        k = min(k, own.shape[1])
         top_ids = np.empty((len(rows), k), np.int32)
-        for ids, row in zip(top_ids, scores, strict=True) if k else ():
-            ids[:] = _best(row, k).numpy()
-        values = scores.numpy()
+        for ids, row in zip(top_ids, own, strict=True) if k else ():
+            ids[:] = _best(row, k).numpy()  # by logit: logarithms of probabilities may round to the same number
+        values = own.log_softmax(-1).numpy()
         return TokenLogprobs(values[np.arange(len(rows)), tokens], top_ids, np.take_along_axis(values, top_ids, 1))
 
 
