@@ -17,6 +17,8 @@ from chatserve.scheduler.decode_run import DecodeRun, Int32s
 from chatserve.scheduler.output import NewSequence, SchedulerOutput
 from chatserve.scheduler.request import Sequence
 
+_NO_ROWS: Int32s = np.empty(0, np.int32)
+
 
 class RowChanges:
     """Changed block tables and freed rows that no plan has carried yet."""
@@ -56,10 +58,9 @@ class Plan:
     """
 
     def __init__(self) -> None:
-        empty = np.empty(0, np.int32)
-        self.rows: Int32s = empty
-        self.after: Int32s = empty
-        self.sample_rows: Int32s = empty
+        self.rows: Int32s = _NO_ROWS
+        self.after: Int32s = _NO_ROWS
+        self.sample_rows: Int32s = _NO_ROWS
         self.run: DecodeRun | None = None
         self.forks: list[tuple[int, int]] = []
         self._new: list[NewSequence] = []

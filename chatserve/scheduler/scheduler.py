@@ -360,15 +360,18 @@ class Scheduler:
 
     def _grow_running(self) -> None:
         """Give every row that is about to write past its capacity a block, preempting from the end if need be."""
-        batch, manager, run, rows = self.batch, self.manager, self.batch.run, self.batch.rows()
+        batch, manager, run = self.batch, self.manager, self.batch.run
         if run is not None:
             needing = run.growing.take(run.num_steps)
         else:
+            rows = batch.rows()
             needing = rows[batch.computed[rows] >= batch.capacity[rows]].tolist()
-        for sequence in self._in_order(needing):
-            row = sequence.row
-            if row < 0 or sequence.table is None:
+        # Each takes one block; who goes first matters where they are scarce.
+        scarce = len(needing) > manager.pool.num_free
+        for sequence in self._in_order(needing) if scarce else [batch.sequences[row] for row in needing]:
+            if sequence is None or sequence.row < 0 or sequence.table is None:
                 continue  # a victim of one before it
+            row = sequence.row
             while True:
                 changes = manager.grow(sequence.table, batch.num_computed(row) + 1)
                 if changes is not None:
