@@ -17,7 +17,7 @@ import os
 import statistics
 import time
 import timeit
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -34,7 +34,6 @@ KINDS: dict[str, dict[str, Any]] = {
     "penalised": {"temperature": 0.7, "presence_penalty": 0.5, "frequency_penalty": 0.5, "repetition_penalty": 1.1},
     "logprobs": {"temperature": 0.7, "logprobs": 5},
 }
-CASES = tuple((rows, kind) for kind in KINDS for rows in (1, 16, 64))
 PROMPT_TOKENS, BLOCK_SIZE = 64, 16
 STEPS_PER_TURN = 40
 GOAL_MS = 0.3
@@ -84,11 +83,12 @@ def decoding(loader: Loader, rows: int, kind: str, turns: int) -> Load:
     raise RuntimeError(f"{rows} rows never decode together here.")
 
 
-def measure(loader: Loader, turns: int) -> dict[str, Any]:
-    """Over all steps of each case."""
-    loads = {case: decoding(loader, *case, turns) for case in CASES}
-    python: dict[tuple[int, str], list[float]] = {case: [] for case in CASES}
-    steps: dict[tuple[int, str], list[float]] = {case: [] for case in CASES}
+def measure(loader: Loader, turns: int, sizes: Sequence[int]) -> dict[str, Any]:
+    """Over all steps of each kind of row, in batches of these sizes."""
+    cases = tuple((rows, kind) for kind in KINDS for rows in sizes)
+    loads = {case: decoding(loader, *case, turns) for case in cases}
+    python: dict[tuple[int, str], list[float]] = {case: [] for case in cases}
+    steps: dict[tuple[int, str], list[float]] = {case: [] for case in cases}
     kernels = Kernels()
     gc.collect()
     gc.freeze()  # as the engine process does
@@ -111,7 +111,7 @@ def measure(loader: Loader, turns: int) -> dict[str, Any]:
             "step_ms": round(statistics.median(steps[rows, kind]), 2),
             "python_share": round(float(np.sum(python[rows, kind]) / np.sum(steps[rows, kind])), 3),
         }
-        for rows, kind in CASES
+        for rows, kind in cases
     }
 
 
@@ -120,10 +120,12 @@ def main() -> None:
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--threads", type=int, default=None)
     parser.add_argument("--turns", type=int, default=6, help=f"of {STEPS_PER_TURN} steps of each case")
+    parser.add_argument("--rows", default="1,16,64", help="sizes of the batches (default %(default)s)")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     arguments = parser.parse_args()
     loop = statistics.median(timeit.repeat("sum(range(1000))", number=200, repeat=21)) / 200 * 1e6
-    cases = measure(Loader(arguments.model, arguments.threads), arguments.turns)
+    sizes = [int(rows) for rows in arguments.rows.split(",")]
+    cases = measure(Loader(arguments.model, arguments.threads), arguments.turns, sizes)
     if arguments.json:
         result = {"rows": cases, "goal_python_ms": GOAL_MS, "python_loop_us": round(loop, 2)}
         print(json.dumps(result | {"load_average": os.getloadavg()[0]}))
