@@ -1,10 +1,9 @@
 """Steps in which all rows of the batch decode: what they have in common, and when which row needs something.
 
 After a step caches are full of weights, and what costs is not the work but every new line of code and data that it
-touches: one numpy operation on 64 numbers then takes 35 microseconds, as long as everything else of such a step's
-scheduling. So a usual step has none. What stays the same is kept, what comes due is in calendars, tokens are logged and
-written to their rows later, and the rows' counts are one number. `chatserve.scheduler.batch` makes one of its columns
-and brings them up to date from it.
+touches. One numpy operation on 64 numbers then takes as long as hundreds of lines of Python, so a usual step has none.
+What stays the same is kept, what comes due is in calendars, tokens are logged and written to their rows later, and the
+rows' counts are one number. `chatserve.scheduler.batch` makes one of its columns and brings them up to date from it.
 """
 
 from __future__ import annotations

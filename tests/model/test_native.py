@@ -51,7 +51,7 @@ def test_every_family_gives_the_logits_of_its_quantised_weights(
     prompts = [[3, 17, 99, 4, 55, 21, 8], list(range(20, 60)), [7]]
     _, expected = run(tmp_path, TorchBackend(), torch.float32, prompts, "none")
     model, ours = run(tmp_path, native, torch.bfloat16, prompts, "q8_0")
-    assert model.is_native
+    assert (model.is_native, model.weight_format) == (True, "q8_0")
     for a, b in zip(expected, ours, strict=True):
         assert (a - b).norm() / a.norm() < 0.06
 
@@ -98,7 +98,7 @@ def test_stored_blocks_are_used_and_the_model_reads_text_as_well(smollm2: Path, 
     _, (expected,) = run(smollm2, TorchBackend(), torch.float32, [ids], "none")
     exact = perplexity(expected, ids)
     model, (ours,) = run(smollm2, native, torch.bfloat16, [ids], "auto")
-    assert model.is_native
+    assert (model.is_native, model.weight_format) == (True, "q4_1")
     assert abs(perplexity(ours, ids) / exact - 1) < 0.01
     assert (ours.argmax(-1) == expected.argmax(-1)).float().mean() > 0.9
     native.library.tile_threshold, before = 1 << 30, native.library.tile_threshold

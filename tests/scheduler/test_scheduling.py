@@ -418,6 +418,20 @@ def test_broken_numbers_end_one_request_and_publish_nothing() -> None:
     assert engine.ask(bad_prompt, 5).cached == 0
 
 
+def test_an_answer_of_the_wrong_length_is_refused_at_once() -> None:
+    """Shifted by one, every later token would be somebody else's; the engine ends and is replaced."""
+    from chatserve.scheduler.output import ModelRunnerOutput
+
+    engine = Harness()
+    for i in range(3):
+        engine.submit(numbers(100 * i, 5), 6)
+    engine.step()
+    for tokens in (b"\1\0\0\0" * 2, b"\1\0\0\0" * 4, b""):
+        assert engine.core.scheduler.schedule() is not None
+        with pytest.raises(RuntimeError, match="tokens for 3 rows"):
+            engine.core.scheduler.update(ModelRunnerOutput(tokens))
+
+
 @pytest.mark.parametrize("token", [-1, 1000, 2**31 - 1])
 def test_a_token_outside_the_vocabulary_ends_one_request(token: int) -> None:
     """An id the worker made up reaches nobody; the others go on (vllm#47346)."""

@@ -108,11 +108,14 @@ def test_the_invariant_mode_needs_the_compiled_kernels(folder: Path) -> None:
 
 
 def test_the_ready_line_says_what_runs(folder: Path) -> None:
-    """The kernels are named where they run; float32 runs on torch wholly."""
+    """The kernels are named where they run, float32 runs on torch wholly; the weights by what they are in memory."""
     compiler()
-    assert load(config(folder))[1].kernels == "torch"
+    plain = load(config(folder))[1]
+    assert (plain.kernels, plain.weights) == ("torch", "float32")
     auto = EngineConfig(model=ModelConfig(path=str(folder), dtype="bfloat16"), cache=CacheConfig(num_blocks=4))
-    assert load(auto)[1].kernels == f"native-{supported_isas()[0]}"
+    wanted = f"native-{supported_isas()[0]}"
+    info = load(auto)[1]
+    assert (info.kernels, info.weights, info.dtype) == (wanted, "bfloat16", "bfloat16")
 
 
 def test_end_tokens_from_either_file(folder: Path, tmp_path: Path) -> None:

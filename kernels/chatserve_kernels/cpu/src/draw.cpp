@@ -4,9 +4,7 @@
 // row that is nearly flat all tokens are candidates.
 #include "draw.h"
 
-#include <atomic>
 #include <limits>
-#include <vector>
 
 #include "logits_row.h"
 #include "philox.h"
@@ -110,27 +108,15 @@ class Row {
     return total;
   }
 
-  // An exponent that the best `count` of the row reach if they have weight at all: that many blocks have a token there.
+  // An exponent that the best `count` of the row reach if they have weight at all.
   float bound(int64_t count) const {
-    if (count > blocks_) return kSmallest;
-    float* order = scratch_.order.data();
-    std::copy_n(scratch_.maxima.data(), blocks_, order);
-    partition(order, count - 1, blocks_);
-    return scale_.exponent(order[count - 1]);
+    return scale_.exponent(reached_by_best(scratch_.maxima.data(), blocks_, count, scratch_.order.data()));
   }
 
   // Candidates, in order of their ids: all that have weight and an exponent from `least` up. Returns their number.
   int64_t gather(float least) const {
-    const Scale scale = scale_;  // a copy, which no store can alias
-    least = std::max(least, scale.lowest);
-    float* values = scratch_.values.data();
-    int32_t* ids = scratch_.ids.data();
-    int64_t count = 0;
-    for (int64_t b = 0; b < blocks_; ++b) {
-      if (!(scale.exponent(scratch_.maxima.data()[b]) >= least)) continue;
-      count += select(scale, least, block(b), int32_t(b * kBlock), size(b), values + count, ids + count);
-    }
-    return count;
+    return cs::gather(scale_, std::max(least, scale_.lowest), x_, columns_, scratch_.maxima.data(),
+                      scratch_.values.data(), scratch_.ids.data());
   }
 
   // How many of the best of `order` it takes to reach `wanted`; that many then stand first, the least of them last.
@@ -175,21 +161,15 @@ class Row {
 }  // namespace
 
 void draw(ThreadPool& pool, const float* logits, int64_t columns, const Draws& draws, int32_t* tokens) {
-  const int threads = int(std::min<int64_t>(pool.size(), draws.count));
-  std::vector<Scratch> scratch(threads);
-  for (Scratch& one : scratch) one.reserve(columns);
-  std::atomic<int64_t> next{0};
-  pool.run(threads, [&](int thread) {
-    for (int64_t i; (i = next.fetch_add(1)) < draws.count;) {
-      const auto [temperature, min_p, most, top_p] = draws.options[i];
-      const Row row(logits + draws.rows[i] * columns, columns, temperature, min_p, scratch[thread]);
-      const int64_t top_k = most > 0 ? int64_t(std::min(most, double(columns))) : columns;
-      const double uniform =
-          draws.uniform ? draws.uniform[i] : cs::uniform(draws.seeds[i], draws.positions[i] + draws.steps);
-      if (!row.has_finite_largest()) tokens[i] = 0;
-      else if (top_k < columns || top_p < 1.0) tokens[i] = int32_t(row.draw_restricted(top_k, top_p, uniform));
-      else tokens[i] = int32_t(row.draw(uniform));
-    }
+  for_each_row<Scratch>(pool, draws.count, columns, [&](int64_t i, Scratch& scratch) {
+    const auto [temperature, min_p, most, top_p] = draws.options[i];
+    const Row row(logits + draws.rows[i] * columns, columns, temperature, min_p, scratch);
+    const int64_t top_k = most > 0 ? int64_t(std::min(most, double(columns))) : columns;
+    const double uniform =
+        draws.uniform ? draws.uniform[i] : cs::uniform(draws.seeds[i], draws.positions[i] + draws.steps);
+    if (!row.has_finite_largest()) tokens[i] = 0;
+    else if (top_k < columns || top_p < 1.0) tokens[i] = int32_t(row.draw_restricted(top_k, top_p, uniform));
+    else tokens[i] = int32_t(row.draw(uniform));
   });
 }
 

@@ -2,11 +2,14 @@
 #pragma once
 
 #include <algorithm>
+#include <atomic>
 #include <bit>
 #include <functional>
 #include <limits>
+#include <vector>
 
 #include "common.h"
+#include "threads.h"
 
 namespace cs {
 
@@ -29,9 +32,29 @@ inline float largest_of_blocks(const float* x, int64_t columns, float* maxima) {
   return largest(maxima, blocks);
 }
 
+// f(i, scratch) for every i in [0, count), each thread with memory of its own, made for rows of `columns`.
+template <class Scratch, class F>
+void for_each_row(ThreadPool& pool, int64_t count, int64_t columns, const F& f) {
+  const int threads = int(std::min<int64_t>(pool.size(), count));
+  std::vector<Scratch> scratch(threads);
+  for (Scratch& one : scratch) one.reserve(columns);
+  std::atomic<int64_t> next{0};
+  pool.run(threads, [&](int thread) {
+    for (int64_t i; (i = next.fetch_add(1)) < count;) f(i, scratch[thread]);
+  });
+}
+
 // What would stand at `index` in descending order goes there, nothing smaller before it.
 inline void partition(float* values, int64_t index, int64_t count) {
   std::nth_element(values, values + index, values + count, std::greater<>());
+}
+
+// A logit that the best `count` of a row reach: that many blocks have a token there. `room` is as long as `maxima`.
+inline float reached_by_best(const float* maxima, int64_t blocks, int64_t count, float* room) {
+  if (count > blocks) return -std::numeric_limits<float>::infinity();
+  std::copy_n(maxima, blocks, room);
+  partition(room, count - 1, blocks);
+  return room[count - 1];
 }
 
 constexpr float kSmallest = -126.0f;  // exponent of the smallest normal float32; lower weights count as 0
@@ -96,6 +119,20 @@ inline int64_t select(const Scale& scale, float least, const float* x, int32_t i
   }
 #endif
   return selected;
+}
+
+// The same of a whole row, block by block; those whose largest does not reach `least` are not opened.
+inline int64_t gather(const Scale& scale, float least, const float* x, int64_t columns, const float* maxima,
+                      float* values, int32_t* ids) {
+  const Scale own = scale;  // a copy, which no store can alias
+  int64_t count = 0;
+  for (int64_t b = 0; b < blocks_of(columns); ++b) {
+    if (!(own.exponent(maxima[b]) >= least)) continue;
+    const int64_t begin = b * kBlock;
+    count += select(own, least, x + begin, int32_t(begin), std::min(kBlock, columns - begin), values + count,
+                    ids + count);
+  }
+  return count;
 }
 
 }  // namespace cs
